@@ -34,8 +34,8 @@ def index_page() -> str:
         [
             "# Popular model families",
             "Each page lists checkpoints, flags, chat template, tool and reasoning formats,"
-            " recommended sampling values and memory at 4 and 8 bits. The same facts are printed by"
-            " `octavo models NAME`. [Models](../guides/models.md) lists all supported families.",
+            " recommended sampling values and memory at 4 and 8 bits. `octavo models NAME` prints"
+            " the same facts. [Models](../guides/models.md) lists all supported families.",
             table(("family", "in the terminal", "license"), rows),
         ]
     )
@@ -117,7 +117,7 @@ def _memory(card: FamilyCard) -> Iterator[str]:
     has_kv = any(size.kv_bytes for _, size in sizes)
     head = ["checkpoint", "GGUF files", "parameters", "context", *map(_bits, card.bits)]
     if has_kv:
-        head.append(f"KV cache, {KV_TOKENS:,} tokens or the context")
+        head.append(f"KV cache for {KV_TOKENS:,} tokens, or a shorter context")
     has_gguf = any(each.gguf for each in card.checkpoints)
     if not has_gguf:
         head.remove("GGUF files")

@@ -110,15 +110,15 @@ def formats() -> str:
         for row in REASONING_FORMATS
     ]
     parts = [
-        "# Formats of calls and reasoning",
-        "## Calls",
-        "Names for `--tool-call-parser`. Without it, the first row whose marks the model's chat"
-        f" template shows; `{DEFAULT_TOOL_FORMAT}` where it shows none.",
-        table(("name", "models", "a call, as a grammar writes it"), calls),
+        "# Tool-call and reasoning formats",
+        "## Tool calls",
+        "Names for `--tool-call-parser`. By default, the first format is used whose markers occur"
+        f" in the model's chat template, or `{DEFAULT_TOOL_FORMAT}` if there is none.",
+        table(("name", "models", "format of a call"), calls),
         "## Reasoning",
-        "Names for `--reasoning-parser`; `none` reads no reasoning.",
+        "Names for `--reasoning-parser`; `none` disables the parser.",
         table(("names", "models", "tags"), tags),
-        "How they are used: [tools and reasoning](../guides/tools.md).",
+        "For their use, see [tools and reasoning](../guides/tools.md).",
     ]
     return "\n\n".join(parts)
 
@@ -135,10 +135,9 @@ def options() -> str:
     parts = [
         "# Options",
         (
-            "As keywords of `LLM(...)` and `AsyncLLM.from_options(...)`, and as flags of every"
-            " command that starts an engine. In Python an option is written with underscores, in a"
-            " shell with dashes. Bytes may be written 2GiB or 500MB, counts 8k (8,000) or 8K"
-            " (8,192)."
+            "Set options as keywords of `LLM(...)` and `AsyncLLM.from_options(...)`, or as flags of"
+            " every command that starts an engine. Use underscores in Python and dashes in a shell."
+            " Sizes accept units such as 2GiB or 500MB, and counts accept 8k (8,000) or 8K (8,192)."
         ),
     ]
     kinds = [
@@ -157,7 +156,7 @@ def options() -> str:
 
 def option_table(specs: dict[str, OptionField]) -> str:
     return table(
-        ("option", "flag", "allowed", "default", "what it does"),
+        ("option", "flag", "allowed", "default", "description"),
         (
             (
                 f"`{name}`",
@@ -205,9 +204,9 @@ def default_of(spec: OptionField) -> str:
 
 def cli() -> str:
     exits = (
-        f"Exit codes: 0 done; {CALLERS_FAULT} the caller's fault (an option, a file, a request);"
-        f" {ENGINES_FAULT} the engine's fault; {INTERRUPTED} Ctrl-C; {OUTPUT_CLOSED} the reader of"
-        " the output has gone. Errors are one message and a hint on stderr."
+        f"Exit codes: 0 success; {CALLERS_FAULT} invalid option, file or request;"
+        f" {ENGINES_FAULT} engine error; {INTERRUPTED} Ctrl-C; {OUTPUT_CLOSED} closed output pipe."
+        " An error prints a message and a hint to stderr."
     )
     root = typer.main.get_command(build_app())
     return "\n\n".join(
@@ -241,16 +240,17 @@ def describe(path: str, command: Any) -> Iterator[str]:
     yield command.help
     if own:
         yield table(
-            ("argument or flag", "what it does"),
+            ("argument or flag", "description"),
             ((f"`{', '.join(param.opts)}`", option_text(param)) for param in own),
         )
     if len(own) < len(command.params):
         names = {param.name for param in command.params}
         if "health_interval_s" in names:
-            yield "And the [options](options.md) of the router."
+            yield "The [options](options.md) of the router are accepted as well."
             return
         serves = "port" in names
-        yield f"And the [options](options.md) of the engine{' and the server' if serves else ''}."
+        owners = "the engine and the server" if serves else "the engine"
+        yield f"The [options](options.md) of {owners} are accepted as well."
 
 
 def is_made_of(spec: OptionField | None, text: str) -> bool:
@@ -265,9 +265,9 @@ def is_made_of(spec: OptionField | None, text: str) -> bool:
 
 def foreign_flags() -> str:
     intro = (
-        "Flags of llama.cpp's server, of `vllm serve` and of Ollama work on Octavo's commands where"
-        " they have a counterpart. The others are ignored with a line that says why, or refused"
-        " with the option that does the same. Flags of the same name are not listed."
+        "Octavo's commands accept the flags of llama.cpp's server, `vllm serve` and Ollama that"
+        " have a counterpart. Other flags are ignored with a message, or rejected with the option"
+        " to use instead. Flags of the same name are not listed."
     )
     rows = [
         (", ".join(f"`{name}`" for name in row.names), row.engine, counterpart(row)) for row in ROWS
@@ -280,7 +280,7 @@ def foreign_flags() -> str:
 def counterpart(row: ForeignFlag) -> str:
     """Returns what a row makes of its flags."""
     if row.is_refused:
-        return f"refused: {row.text}"
+        return f"rejected: {row.text}"
     made = [flag for flag in (row.target, *row.extra) if flag]
     if not made:
         return f"ignored: {row.text}"
@@ -292,9 +292,9 @@ def counterpart(row: ForeignFlag) -> str:
 
 def errors_page() -> str:
     intro = (
-        "Every error that a user can meet is one of these (`octavo/api/errors.py`). A message says"
-        " what was wrong, what was got and what is allowed; a `hint` says what to do. Over HTTP the"
-        ' body is `{"error": {"message", "type", "param", "code"}}`.'
+        "Octavo raises these errors (`octavo/api/errors.py`). A message names the field, the value"
+        " received and the allowed values; a `hint` suggests a solution. The body of an HTTP error"
+        ' is `{"error": {"message", "type", "param", "code"}}`.'
     )
     rows = [
         (
@@ -346,16 +346,16 @@ def http() -> str:
     parts = [
         "# HTTP",
         (
-            "A field that is null counts as not given. A field that is not listed, at any depth, is"
-            " ignored and named in the response header `X-Octavo-Ignored`; with `--strict` it is a"
-            " 400. The operator's routes (cache, loading of models, changes of running requests)"
-            " are always strict."
+            "A field that is null counts as not set. Unknown fields, at any depth, are ignored and"
+            " named in the response header `X-Octavo-Ignored`; with `--strict` they are rejected"
+            " with 400. Operator routes (cache, loading of models, changes of running requests) are"
+            " always strict."
         ),
         table(
             ("route", "body"),
             ((f"`{route}`", "the fields below" if route in bodies else "") for route in routes),
         ),
-        "## Fields of every body that asks for text",
+        "## Common fields of generation requests",
         field_table(SamplingBody, ()),
     ]
     for body, its_routes in _routes_by_body(routes).items():
@@ -364,7 +364,7 @@ def http() -> str:
         parts.append(field_table(body, SamplingBody.model_fields if asks_for_text else ()))
         if body is LoadBody:
             names = ", ".join(f"`{name}`" for name in OPTIONS)
-            parts.append(f"`options` may hold, for the new engine alone: {names}.")
+            parts.append(f"`options` applies to the new engine only. Allowed options: {names}.")
     return "\n\n".join(parts)
 
 
@@ -384,7 +384,7 @@ def _bodies() -> dict[str, type[Body]]:
 
 def field_table(body: Any, without: Iterable[str]) -> str:
     own = [row for name, row in describe_fields(body).items() if name not in without]
-    head = ["field", "what it takes", "what it does"]
+    head = ["field", "allowed", "description"]
     rows = [(f"`{row['name']}`", takes(row), meaning(row)) for row in own]
     if not any(text for *_, text in rows):
         head, rows = head[:2], [row[:2] for row in rows]
@@ -393,14 +393,14 @@ def field_table(body: Any, without: Iterable[str]) -> str:
 
 def takes(row: dict[str, Any]) -> str:
     """Returns what a field takes, in the words of its row or of its type."""
-    words = {"boolean": "true or false", "array": "a list of objects", "string": "a text"}
+    words = {"boolean": "true or false", "array": "a list of objects", "string": "a string"}
     return row["takes"] or words.get(str(row["type"]), "an object")
 
 
 def meaning(row: dict[str, Any]) -> str:
     """Returns what a field does and what it goes with."""
     parts = [row["help"]]
-    parts += [f"needs `{name}`" for name in row.get("needs", ())]
+    parts += [f"requires `{name}`" for name in row.get("needs", ())]
     parts += [f"not with `{name}`: {reason}" for name, reason in row.get("excludes", {}).items()]
     return "; ".join(part for part in parts if part)
 
@@ -411,9 +411,9 @@ def meaning(row: dict[str, Any]) -> str:
 def metrics() -> str:
     labels = ", ".join(f"`{label}`" for label in CACHE_LABELS)
     intro = (
-        "`GET /metrics` in Prometheus' text form. Each series has the prefix `octavo:` and, for"
-        " dashboards that exist, once more `vllm:`. Labels: `model_name`, `engine`; counters end in"
-        " `_total`."
+        "`GET /metrics` returns the metrics in the Prometheus text format. Each series is exported"
+        " with the prefix `octavo:` and, for existing dashboards, with `vllm:`. Labels:"
+        " `model_name`, `engine`; counters end in `_total`."
     )
     rows = [(f"`{READINESS[0]}`", "gauge", READINESS[1])]
     rows += [(f"`{name}`", "gauge", text) for name, (text, _) in GAUGES.items()]
@@ -422,20 +422,20 @@ def metrics() -> str:
         (
             "`request_success_total`",
             "counter",
-            "Requests by how they ended (label `finished_reason`).",
+            "Number of finished requests, by finish reason (label `finished_reason`).",
         )
     ]
     rows += [(f"`{CACHE[0]}`", "gauge", f"{CACHE[1]} (labels {labels})")]
     rows += [(f"`{REJECTIONS[0]}_total`", "counter", f"{REJECTIONS[1]} (label `reason`)")]
     histograms = [STEP_TOKENS, *((name, text) for name, (text, _) in HISTOGRAMS.items())]
     rows += [(f"`{name}`", "histogram", text) for name, text in histograms]
-    head = ("series", "kind", "what it counts")
+    head = ("series", "kind", "description")
     return "\n\n".join(["# Metrics", intro, table(head, rows), *router_metrics()])
 
 
 def router_metrics() -> list[str]:
     intro = (
-        "`octavo route` has series of its own at `GET /metrics`, with the prefix `octavo:router_`."
+        "`octavo route` exports its own series at `GET /metrics`, with the prefix `octavo:router_`."
     )
     rows = [(f"`{name}`", "gauge", "`server`", text) for name, (text, _) in ROUTER_GAUGES.items()]
     rows += [
@@ -447,7 +447,7 @@ def router_metrics() -> list[str]:
         )
         for name, text in ROUTER_COUNTERS.items()
     ]
-    return ["## Router", intro, table(("series", "kind", "labels", "what it counts"), rows)]
+    return ["## Router", intro, table(("series", "kind", "labels", "description"), rows)]
 
 
 def main() -> None:

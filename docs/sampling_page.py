@@ -31,12 +31,11 @@ def sampling() -> str:
     parts = [
         "# Sampling",
         "The fields of `SamplingParams`, in the order in which they take effect. Most are also"
-        " fields"
-        " of HTTP requests ([HTTP](http.md)). A field without a default is not set. Values outside"
-        ' of their range and combinations listed under "not with" are rejected. All other'
-        " combinations are supported, also with speculative decoding.",
+        " fields of HTTP requests ([HTTP](http.md)). Fields without a default are not set by"
+        ' default. Values outside their range, and the combinations listed under "not with", are'
+        " rejected. All other combinations are supported, also with speculative decoding.",
     ]
-    head = ("field", "default", "allowed", "what it does", "not with")
+    head = ("field", "default", "allowed", "description", "not with")
     for stage, title in STAGES.items():
         options = (option for option in OPTIONS.values() if option.stage == stage)
         parts += [f"## {title}", table(head, map(_row, options))]

@@ -1,5 +1,5 @@
-"""The reference's page on JSON schema: the keywords that answers are held to, found by compiling a
-schema of each.
+"""The reference's page on JSON schema: the keywords that structured output enforces, found by
+compiling a schema of each.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FORMATS = (
 
 
 def json_schema() -> str:
-    """Returns the keywords of JSON schema that answers are held to, found by compiling each."""
+    """Returns the keywords of JSON schema that are enforced, found by compiling each."""
     kept = {
         name: not find_schema_error({"name": "a", "json_schema": _with_options(schema)})
         for name, schema in KEYWORDS.items()
@@ -81,32 +81,33 @@ def json_schema() -> str:
         for name in FORMATS.split()
     }
     rows = [
-        (f"`{name}`", "yes" if holds else "refused", NOTES.get(name, ""))
-        for name, holds in kept.items()
+        (f"`{name}`", "yes" if holds else "no", NOTES.get(name, "")) for name, holds in kept.items()
     ]
     known = ", ".join(f"`{name}`" for name, holds in formats.items() if holds)
     others = ", ".join(f"`{name}`" for name, holds in formats.items() if not holds)
     return "\n\n".join(
         (
             "# JSON schema",
-            "The keywords that an answer is held to. A schema with one that is refused is answered"
-            " with 400 and the place of the keyword; none is passed over. Words that hold no answer"
-            " to anything (`title`, `description`, `default`, `examples` ...) are taken.",
-            table(("keyword", "kept", ""), rows),
-            f"Values of `format` that are kept: {known}. Refused, with every other: {others}.",
+            "Structured output enforces these keywords of JSON schemas. In `response_format` and"
+            " tools, a keyword that is not enforced is ignored and named in the response header"
+            " `X-Octavo-Ignored`. With `strict: true`, and in `structured_outputs`, the schema is"
+            " rejected and the error names the location of the keyword. Annotations (`title`,"
+            " `description`, `default`, `examples` and others) have no effect.",
+            table(("keyword", "enforced", "limits"), rows),
+            f"Enforced values of `format`: {known}. Not enforced: {others}, and all others.",
         )
     )
 
 
 NOTES = {
-    "properties": "written in the order of the schema",
-    "oneOf": "where types or constants tell the branches apart",
+    "properties": "generated in the order of the schema",
+    "oneOf": "if types or constants distinguish the branches",
     "pattern": "without look-around and back-references",
-    "patternProperties": "where no two patterns match the same name",
-    "minProperties": "where all names are listed",
-    "maxProperties": "where all names are listed",
-    "enum": "numbers as the schema spells them",
-    "const": "numbers as the schema spells them",
+    "patternProperties": "if no two patterns match the same name",
+    "minProperties": "if all names are listed",
+    "maxProperties": "if all names are listed",
+    "enum": "numbers in the notation of the schema",
+    "const": "numbers in the notation of the schema",
 }
 """Limits of a keyword."""
 

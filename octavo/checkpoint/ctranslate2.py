@@ -86,7 +86,7 @@ def read_variables(path: Path) -> Variables:
             raise UnsupportedModel(f"{path}: {name} has the unknown type {kind}")
         data = np.frombuffer(reader.take(reader.number("<I")), DTYPES[kind])
         if data.size != int(np.prod(shape)):
-            raise UnsupportedModel(f"{path}: {name} has {data.size} numbers, its shape is {shape}")
+            raise UnsupportedModel(f"{path}: {name} has {data.size} values, its shape is {shape}")
         variables[name] = data.reshape(shape)
     for _ in range(reader.number("<I")):
         alias, name = reader.text(), reader.text()
@@ -106,7 +106,9 @@ class _Reader:
         end = self._place + num_bytes
         if end > len(self._data):
             raise UnsupportedModel(
-                f"{self._path}: it is cut off: {end:,} bytes are needed, it has {len(self._data):,}"
+                f"{self._path}: truncated: got {len(self._data):,} bytes, expected"
+                f" at least {end:,}",
+                hint="download the file again",
             )
         piece, self._place = self._data[self._place : end], end
         return piece

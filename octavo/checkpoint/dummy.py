@@ -62,10 +62,14 @@ class DummyCheckpoint:
         return tokenizer_source(folder, self.config, self.generation_config)
 
     def stored(self, name: str) -> StoredTensor:
-        raise UnsupportedModel(f"{self.path}: {name} is not stored; load_format is dummy")
+        raise UnsupportedModel(
+            f"{self.path}: load_format dummy reads no stored tensors, got {name}"
+        )
 
     def tensor(self, name: str) -> PackedWeight:
-        raise UnsupportedModel(f"{self.path}: {name} cannot be read, load_format is dummy")
+        raise UnsupportedModel(
+            f"{self.path}: load_format dummy reads no stored tensors, got {name}"
+        )
 
     def release(self) -> None: ...
 

@@ -129,7 +129,8 @@ def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 def _not_a_template(path: Path, name: str, value: Any) -> WeightMismatch:
     return WeightMismatch(
-        f"{path}: {name} is a {type(value).__name__}, expected a string or a list of named ones"
+        f"{path}: {name} is a {type(value).__name__}, expected a string or a list of named"
+        " templates"
     )
 
 
@@ -174,7 +175,7 @@ def _text(token: Any, name: str, path: Path) -> str:
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise WeightMismatch(
-            f"{path}: {name} is {token!r}, expected a string or an object with one as its content"
+            f"{path}: {name} is {token!r}, expected a string or an object with a string `content`"
         )
     return text
 
@@ -214,7 +215,7 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
     kind = message.trainer_spec.model_type
     if kind != BPE:
         raise UnsupportedModel(
-            f"{path}: a SentencePiece model of kind {MODEL_TYPES.get(kind, kind)!r}, supported:"
+            f"{path}: got a SentencePiece model of type {MODEL_TYPES.get(kind, kind)!r}, expected"
             " 'bpe'",
             hint="save the tokenizer with transformers, which writes tokenizer.json",
         )
@@ -222,7 +223,7 @@ def read_vocabulary(path: Path, added_behind: Callable[[int], AddedTokens]) -> V
     normalizer = message.normalizer_spec
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
         raise UnsupportedModel(
-            f"{path}: a SentencePiece model that normalizes text, which is not supported",
+            f"{path}: SentencePiece models that normalize text are not supported",
             hint="save the tokenizer with transformers, which writes tokenizer.json",
         )
     pieces += _added_pieces(path, len(pieces), added_behind(len(pieces)))

@@ -146,7 +146,7 @@ class HubModel:
             chosen = choose_files(self.reference, names)
         except DownloadFailed as error:
             raise DownloadFailed(
-                f"{error.message} in the cache, and the Hugging Face Hub cannot be reached",
+                f"{error.message} (in the cache; the Hugging Face Hub cannot be reached)",
                 hint=error.hint,
             ) from None
         if verify:

@@ -88,7 +88,8 @@ def choose_files(reference: HubReference, names: Collection[str]) -> ChosenFiles
         chosen = choose_default(models)
     if not chosen.is_whole:
         raise NotOnHub(
-            f"{reference}: {len(chosen.files)} of the model's {chosen.num_parts} parts are there",
+            f"{reference}: the repository has {len(chosen.files)} of the model's"
+            f" {chosen.num_parts} parts",
             hint=_hint(reference, [model for model in models if model.is_whole]),
         )
     return ChosenFiles(chosen.files, chosen.main)

@@ -117,7 +117,9 @@ def read_peft(path: Path, *, max_rank: int, max_bytes: int) -> PeftAdapter:
         full_name, part = _named(name, path)
         module = modules.setdefault(get_bare_name(full_name), _Module(full_name))
         if part in module.parts:
-            raise WeightMismatch(f"{path}: two tensors are {part} of {full_name}, one is {name}")
+            raise WeightMismatch(
+                f"{path}: got two tensors for {part} of {full_name}, expected one ({name})"
+            )
         module.parts[part] = _numbers(array, name, path)
     updates = {name: _update(name, module, config, path) for name, module in modules.items()}
     return PeftAdapter(path, _digest(updates.values()), updates)
@@ -136,7 +138,8 @@ def _check_size(file: Path, max_bytes: int) -> None:
     size = file.stat().st_size
     if size > max_bytes:
         raise WeightMismatch(
-            f"{file}: {size:,} bytes, an adapter of this model has at most {max_bytes:,}",
+            f"{file}: got {size:,} bytes, expected at most {max_bytes:,} for an adapter of this"
+            " model",
             hint="if its rank is higher, raise max_lora_rank",
         )
 
@@ -252,7 +255,10 @@ def _patterns(
     """Compiles patterns of module names; RE2 matches in linear time."""
     patterns = values.get(key) or {}
     if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
-        raise WeightMismatch(f"{file}: {key} is not an object of at most {MAX_PATTERNS} patterns")
+        raise WeightMismatch(
+            f"{file}: {key}: got {shown(patterns)}, expected an object with at most {MAX_PATTERNS}"
+            " patterns"
+        )
     options = re2.Options()
     options.log_errors = False
     compiled: Patterns = []
@@ -287,12 +293,16 @@ def _update(module: str, tensors: _Module, config: _Config, path: Path) -> Modul
     a, b = (parts.get(name) for name in names)
     has_magnitude = "lora_magnitude_vector" in parts
     if (a is None) != (b is None):
-        raise WeightMismatch(f"{path}: {module} has {names[a is None]} without its counterpart")
+        raise WeightMismatch(
+            f"{path}: {module} has {names[a is None]}, but no {names[a is not None]}"
+        )
     if a is None and (has_magnitude or "lora_B.bias" in parts):
-        raise WeightMismatch(f"{path}: {module} has no {names[0]}")
+        raise WeightMismatch(f"{path}: {module} has a magnitude or bias, but no {names[0]}")
     if a is not None and has_magnitude != config.use_dora:
-        what = "has a magnitude without" if has_magnitude else "has no magnitude beside"
-        raise WeightMismatch(f"{path}: {module} {what} use_dora in {CONFIG}")
+        what = "a magnitude vector" if has_magnitude else "no magnitude vector"
+        raise WeightMismatch(
+            f"{path}: {module} has {what}, but {CONFIG} sets use_dora to {config.use_dora}"
+        )
     if table and has_magnitude:
         raise UnsupportedModel(
             f"{path}: {module} is an embedding table with DoRA, which is not supported"
@@ -316,7 +326,7 @@ def _check_ranks(module: str, a: NDArray, b: NDArray, rank: int, path: Path) -> 
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise WeightMismatch(
             f"{path}: {module} has A of shape {a.shape} and B of shape {b.shape}, but {CONFIG}"
-            f" gives it the rank {rank}",
+            f" sets rank {rank}",
             hint="config and tensors belong to different adapters, or a file is damaged",
         )
 

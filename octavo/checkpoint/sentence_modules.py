@@ -127,12 +127,13 @@ def _named_mode(config: Mapping[str, Any], path: Path) -> str:
     named = config.get("pooling_mode")
     if named is not None:
         if not isinstance(named, str):
-            raise WeightMismatch(f"{path}: pooling_mode should be a name, is {shown(named)}")
+            raise WeightMismatch(f"{path}: pooling_mode: got {shown(named)}, expected a string")
         return NEW_NAMES.get(named, named)
     modes = [mode for flag, mode in MODES.items() if _flag(config, flag, path)]
     if not modes:
         raise WeightMismatch(
-            f"{path}: specifies no pooling", hint="set pooling_mode_mean_tokens, for example"
+            f"{path}: no pooling mode is set",
+            hint='for example, set "pooling_mode_mean_tokens": true',
         )
     return " + ".join(modes)
 
@@ -146,7 +147,9 @@ def _score_tokens(path: Path) -> list[int]:
         if token_id is None and ids:
             break  # the score is the logit of a single token
         if type(token_id) is not int or token_id < 0:
-            raise WeightMismatch(f"{path}: {name} should be 0 or more, is {shown(token_id)}")
+            raise WeightMismatch(
+                f"{path}: {name}: got {shown(token_id)}, expected an integer of at least 0"
+            )
         ids.append(token_id)
     return ids
 
@@ -160,7 +163,9 @@ def _limits(folder: Path) -> dict[str, Any]:
     if length is None:
         return limits
     if type(length) is not int or length < 1:
-        raise WeightMismatch(f"{path}: max_seq_length should be 1 or more, is {shown(length)}")
+        raise WeightMismatch(
+            f"{path}: max_seq_length: got {shown(length)}, expected an integer of at least 1"
+        )
     return limits | {"max_seq_length": length}
 
 
@@ -168,5 +173,5 @@ def _flag(config: Mapping[str, Any], name: str, path: Path) -> bool:
     """Returns a flag; by default only mean pooling is on, as in `Pooling`."""
     value = config.get(name, name == "pooling_mode_mean_tokens")
     if not isinstance(value, bool):
-        raise WeightMismatch(f"{path}: {name} should be true or false, is {shown(value)}")
+        raise WeightMismatch(f"{path}: {name}: got {shown(value)}, expected true or false")
     return value

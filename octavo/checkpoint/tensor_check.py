@@ -59,8 +59,8 @@ def check_tensors(checkpoint: Checkpoint, programs: Iterable[Program]) -> None:
     if unread:
         more = f" and {len(unread) - SHOWN} more" if len(unread) > SHOWN else ""
         raise WeightMismatch(
-            f"{checkpoint.path}: the tensors {', '.join(unread[:SHOWN])}{more} are not read by"
-            f" {checkpoint.config.get('model_type')} with this config.json",
+            f"{checkpoint.path}: got the tensors {', '.join(unread[:SHOWN])}{more}, which a"
+            f" {checkpoint.config.get('model_type')} model with this config.json does not have",
             hint="config.json and the weights belong to different models, or the model has a part"
             " that is not supported",
         )

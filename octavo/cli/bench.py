@@ -276,8 +276,7 @@ def _run(
         output_len = len(output.outputs[0].token_ids)
         if output.error is not None or output_len != num_tokens:
             raise WorkerFailed(
-                output.error
-                or f"a request ended after {output_len} tokens, expected were {num_tokens}"
+                output.error or f"a request ended after {output_len} tokens, expected {num_tokens}"
             )
     return outputs
 

@@ -121,7 +121,7 @@ def quant(
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
     options: dict[str, Any],
 ) -> None:
-    """Measure size, tokens/s and perplexity of each way to store a model's weights."""
+    """Measure size, tokens/s and perplexity of a model in each weight format."""
     if prepare and made is None:
         raise ConfigError("prepare: requires a directory", hint="set one with --made")
     path = str(with_local_model({"model": model})["model"])
@@ -205,7 +205,7 @@ def _choose_variants(only: str, path: str, *, has_calibration: bool) -> list[str
         if recipe is not None and recipe["method"] != "rtn" and not has_calibration:
             raise ConfigError(
                 f"calibration: {name} requires a text",
-                hint="set one with --calibration, or skip the row with --only",
+                hint="set one with --calibration, or exclude the format with --only",
             )
     chosen = [
         name for name in names if is_gguf or name in requested_names or not VARIANTS[name].is_gguf
@@ -227,7 +227,9 @@ def _folder(target_folder: Path | None) -> Iterator[Path]:
         try:
             target_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"made: {target_folder} cannot be made: {error.strerror}") from None
+            raise ConfigError(
+                f"made: {target_folder} cannot be created: {error.strerror}"
+            ) from None
         yield target_folder
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -127,8 +127,8 @@ def serve(
 
     if more_goodput and not goodput:
         raise ConfigError(
-            f"got {more_goodput[0]!r}, which belongs to no option",
-            hint=f"--model {more_goodput[0]}, or --goodput ttft:500",
+            f"unexpected argument {more_goodput[0]!r}",
+            hint=f"use --model {more_goodput[0]} for a model, or --goodput ttft:500 for a limit",
         )
     limits = parse_goodput([*(goodput or ()), *(more_goodput or ())])
     traffic = TrafficOptions(
@@ -253,7 +253,7 @@ def _check_plot(plot: str | None, *, json: bool) -> None:
     path = Path(plot)
     if path.suffix != ".svg" or not path.parent.is_dir():
         raise ConfigError(
-            f"plot: got {plot!r}, expected a file named .svg in a folder that exists, or -"
+            f"plot: got {plot!r}, expected an .svg file in an existing directory, or -"
         )
 
 

@@ -24,7 +24,7 @@ from octavo.config.paths import state_home
 
 FLAGS = ("temperature", "top_p", "max_tokens", "seed")
 """Sampling parameters with a flag."""
-GREETING = "/help lists the commands; Ctrl-C stops an answer, /bye or Ctrl-D ends"
+GREETING = "/help lists the commands; Ctrl-C stops a response, /bye or Ctrl-D quits"
 KEY_VARIABLE = "OCTAVO_API_KEY"
 
 
@@ -64,7 +64,7 @@ def chat(
     repetition_detection: RepetitionFlag = True,
     options: dict[str, Any],
 ) -> None:
-    """Chat with a model. /help lists the commands of the conversation."""
+    """Chat with a model. Type /help for the chat commands."""
     sampling: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,

@@ -35,8 +35,8 @@ def models(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
 ) -> None:
-    """List supported families, formats and models. With a family, print what to know before
-    serving it; with a model, same as `octavo show`.
+    """List supported families, formats and models. For a family, print checkpoints, flags and
+    sampling values. For a model, print the same as `octavo show`.
     """
     if model is not None:
         from octavo.checkpoint.family_cards import get_cards

@@ -79,7 +79,9 @@ def plan(
     ] = "ttft=2s,tpot=80ms",
     machines: Annotated[
         int,
-        typer.Option(help="Use N machines with one engine each", min=1, rich_help_panel=SIMULATION),
+        typer.Option(
+            help="Simulate N machines, each with one engine", min=1, rich_help_panel=SIMULATION
+        ),
     ] = 1,
     link: Annotated[
         str,

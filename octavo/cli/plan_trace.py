@@ -108,8 +108,8 @@ class TracePlan:
             if not num_long:
                 continue
             what = (
-                f"{num_long} of {len(rows)} requests of {self.trace.name} have as many tokens as"
-                f" {name} takes, {engine.max_model_len:,}, or more"
+                f"{num_long} of {len(rows)} requests of {self.trace.name} reach the context of"
+                f" {name}, {engine.max_model_len:,} tokens"
             )
             if num_long > (1 - GOOD_SHARE) * len(rows):
                 raise ConfigError(

@@ -31,8 +31,8 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Quantize by rtn, gptq, awq or smoothquant",
-            show_default="gptq, or rtn",
+            help="Quantize with rtn, gptq, awq or smoothquant",
+            show_default="from --calibration",
         ),
     ] = None,
     output_format: Annotated[
@@ -45,7 +45,7 @@ def quantize(
         int | None,
         typer.Option(
             help="Use N inputs per scale (-1: all)",
-            show_default="the largest that fits",
+            show_default="the largest possible",
         ),
     ] = None,
     scheme: Annotated[
@@ -153,7 +153,7 @@ def make_recipe(
     if bits is not None and scheme_bits is not None and bits != scheme_bits:
         raise ConfigError(f"bits: got {bits}, but scheme {scheme} has {scheme_bits}")
     if group is not None and (group < -1 or group == 0):
-        raise ConfigError(f"group: got {group}, expected -1 and integers above 0")
+        raise ConfigError(f"group: got {group}, expected -1 or an integer of at least 1")
     rows_are_int8 = scheme == "w8a8"
     return Recipe(
         method=method,  # type: ignore[arg-type]

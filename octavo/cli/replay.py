@@ -58,12 +58,14 @@ def replay(
 
     if model is not None and not (execute or serve):
         raise ConfigError(
-            f"model: got {model!r}, requires --execute and --serve; replaying plans alone loads no"
-            f" model"
+            f"model: got {model!r}, requires --execute or --serve",
+            hint="remove it: replaying plans alone loads no model",
         )
     if serve:
         if execute:
-            raise ConfigError("serve: got --execute too; --serve shows the recorded results")
+            raise ConfigError(
+                "serve: not supported with --execute", hint="--serve shows the recorded results"
+            )
         _show(file, model, host or HOST, PORT if port is None else port, max_steps or MAX_STEPS)
         return
     for name, value in (("host", host), ("port", port), ("max_steps", max_steps)):

@@ -80,13 +80,13 @@ def _check_rank_address(config: EngineConfig) -> None:
         return
     if options.backend != "torch":
         raise ConfigError(
-            f"rank_address: requires the backend torch, got {options.backend!r}",
+            f"rank_address: requires the torch backend, got {options.backend!r}",
             hint="native ranks run on one machine; remove rank_address",
         )
     if options.num_ranks == 1 or config.fleet.data_parallel_size > 1:
         raise ConfigError(
-            f"rank_address: requires several ranks per engine, got"
-            f" {options.num_ranks} of each of {config.fleet.data_parallel_size}",
+            f"rank_address: requires one engine with several ranks, got"
+            f" data_parallel_size {config.fleet.data_parallel_size} and {options.num_ranks} ranks",
             hint="set tensor_parallel_size, or remove rank_address",
         )
     check_rank_secret(parse_rank_address(options.rank_address)[0], options.rank_secret)
@@ -100,11 +100,13 @@ def _check_ranks(config: EngineConfig) -> None:
     if num_ranks == 1:
         return
     if config.backend.backend == "reference":
-        what = f"{option}: got {num_ranks}, requires the backends native and torch, got 'reference'"
+        what = f"{option}: got {num_ranks}, requires the native or torch backend, got 'reference'"
         raise ConfigError(what, hint=f"set backend to native, or set {option} to 1")
     if config.offload.weights_memory_bytes is not None:
         what = f"weights_memory_bytes: requires {option} 1, got {num_ranks}"
-        raise ConfigError(what, hint="with more ranks, more weights fit in memory")
+        raise ConfigError(
+            what, hint="remove weights_memory_bytes: with more ranks, more weights fit in memory"
+        )
     # Blocks for other engines pass through slots that every rank has.
     sized = () if transfer_option(config) else ("kv_offloading_size",)
     for name in ("prefix_cache_dir", *sized):
@@ -118,7 +120,7 @@ def _check_stages(config: EngineConfig) -> None:
     got = f"pipeline_parallel_size: got {config.backend.pipeline_parallel_size}"
     if config.backend.backend == "torch":
         raise ConfigError(
-            f"{got}, requires the backends native and reference, got 'torch'",
+            f"{got}, requires the native or reference backend, got 'torch'",
             hint="set backend to native, or use tensor_parallel_size instead",
         )
     usual = EngineConfig()

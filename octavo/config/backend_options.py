@@ -165,7 +165,8 @@ class OffloadOptions:
         None,
         "Memory and KV cache",
         "Keep this much of the weights in memory",
-        details="e.g. 512MiB. Native only: the rest is streamed from weights_dir at each step.",
+        details="For example 512MiB. Native only: the rest is streamed from weights_dir at each"
+        " step.",
         derived="all",
         unit="bytes",
         low=1,
@@ -174,12 +175,12 @@ class OffloadOptions:
         None,
         "Memory and KV cache",
         "Stream weights from a file in this directory",
-        details="With weights_memory_bytes. The file is written once.",
+        details="Requires weights_memory_bytes. The file is written once.",
     )
     weights_schedule: Literal["pinned", "layers"] = option(
         "pinned",
         "Experimental",
         "Choose how streamed weights are read",
-        details="With weights_memory_bytes. pinned: keep a part in memory and stream the rest"
+        details="Requires weights_memory_bytes. pinned: keep a part in memory and stream the rest"
         " matmul by matmul; layers: stream whole layers in order.",
     )

@@ -15,8 +15,8 @@ class CacheOptions:
     kv_cache_memory_bytes: int | None = option(
         None,
         "Memory and KV cache",
-        "Set the memory of the KV cache",
-        details="e.g. 2GiB.",
+        "Set the size of the KV cache",
+        details="For example 2GiB.",
         derived="from free memory",
         common=True,
         unit="bytes",

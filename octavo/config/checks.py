@@ -113,7 +113,7 @@ def _check_prefix_cache(cache: CacheOptions) -> None:
 
 def _check_layout(cache: CacheOptions) -> None:
     if cache.kv_layout == "virtual" and cache.enable_prefix_caching:
-        what = "kv_layout: virtual does not share blocks, which prefix caching requires"
+        what = "kv_layout: virtual is not supported with enable_prefix_caching"
         raise ConfigError(
             what, hint="set enable_prefix_caching to False, or set kv_layout to paged"
         )
@@ -158,15 +158,13 @@ def _check_speculation(config: EngineConfig) -> None:
     options = config.scheduler
     if (options.spec_method in ("draft_model", "eagle3")) != (options.spec_model is not None):
         raise ConfigError(
-            f"spec_model: got {options.spec_model} with spec_method {options.spec_method}; the"
-            f" methods draft_model and eagle3 require spec_model, and other methods do not support"
-            f" it",
-            hint="set both, or neither",
+            f"spec_model: got {options.spec_model} with spec_method {options.spec_method}, expected"
+            f" {'a model' if options.spec_model is None else 'none'}",
+            hint="set spec_model with spec_method draft_model or eagle3, else remove it",
         )
     if options.spec_history and options.spec_method not in ("suffix", "auto"):
         raise ConfigError(
-            f"spec_history: got {options.spec_history} with spec_method {options.spec_method},"
-            " expected suffix and auto",
+            f"spec_history: requires spec_method suffix or auto, got {options.spec_method}",
             hint="remove spec_history, or use --spec-method suffix",
         )
     if options.spec_tree_width > 1:
@@ -182,7 +180,7 @@ def _check_speculation(config: EngineConfig) -> None:
         if is_given:
             raise ConfigError(
                 f"spec_method: got {options.spec_method}, not supported with {name}",
-                hint=f"leave {name} or spec_method out",
+                hint=f"remove {name} or spec_method",
             )
 
 
@@ -200,7 +198,7 @@ def _check_trees(config: EngineConfig) -> None:
     for where, is_so in against.items():
         if is_so:
             raise ConfigError(
-                f"spec_tree_width: got {width} {where}, expected 1 there",
+                f"spec_tree_width: got {width}, expected 1 {where}",
                 hint="remove spec_tree_width",
             )
 

@@ -64,7 +64,8 @@ def _max_model_len(requested: int | None, model_context_tokens: int) -> int:
         )
     if requested < 2:
         raise ConfigError(
-            f"max_model_len: got {requested}, expected at least 2 (one prompt token, one new one)"
+            f"max_model_len: got {requested}, expected at least 2 (one prompt token and one output"
+            " token)"
         )
     return requested
 

@@ -59,7 +59,8 @@ def configure_encoder_decoder(config: EngineConfig, max_input_len: int) -> Engin
     requested_len = config.model.max_encoder_len
     if requested_len is not None and requested_len > max_input_len:
         raise ConfigError(
-            f"max_encoder_len: got {requested_len}, expected at most the model's, {max_input_len}",
+            f"max_encoder_len: got {requested_len}, expected at most {max_input_len}, the"
+            " model's limit",
             hint="remove max_encoder_len",
         )
     max_encoder_len = requested_len or max_input_len
@@ -83,5 +84,5 @@ def check_states(config: EngineConfig) -> None:
         raise ConfigError(
             f"spec_method: got {method} with batch_invariant on torch, which cannot roll back the"
             f" recurrent state of rejected draft tokens",
-            hint="leave spec_method or batch_invariant out",
+            hint="remove spec_method or batch_invariant",
         )

@@ -178,7 +178,7 @@ class MediaOptions:
         50_000_000, "Multimodal", "Reject images with more than N pixels", unit="count", low=1
     )
     media_dir: str | None = option(
-        None, "Multimodal", "Allow image files of this directory in prompts", derived="none"
+        None, "Multimodal", "Allow image files from this directory in prompts", derived="none"
     )
     allow_media_urls: bool = option(
         False, "Multimodal", "Allow http and https image URLs in prompts"
@@ -198,7 +198,7 @@ class SamplerOptions:
     logits_processor_timeout: float = option(
         1.0,
         "Sampling",
-        "Fail a request if a processor takes N seconds",
+        "Fail a request if a processor exceeds N seconds",
         low=0.001,
     )
 

@@ -42,14 +42,14 @@ class SchedulerOptions:
     max_predicted_ttft_s: float | None = option(
         None,
         "Scheduling",
-        "Reject requests (429) if the predicted TTFT is longer",
-        details="In seconds; predicted from the queue and measured step times.",
+        "Reject requests (429) with a predicted TTFT above N s",
+        details="Predicted from the queue and measured step times.",
         low=0,
     )
     max_predicted_tpot_s: float | None = option(
         None,
         "Scheduling",
-        "Reject requests (429) if the predicted TPOT is longer",
+        "Reject requests (429) with a predicted TPOT above N s",
         low=0,
     )
     max_prompt_len: int | None = option(
@@ -70,9 +70,9 @@ class SchedulerOptions:
     priority_function: str | None = option(
         None,
         "Scheduling",
-        "Compute priorities by this function",
-        details="A Python function, as MODULE:FUNCTION. It is called with each new request under"
-        " the policy priority and returns a whole number; lower values start first.",
+        "Compute priorities with this Python function",
+        details="Given as MODULE:FUNCTION. It is called with each new request under the policy"
+        " priority and returns an integer; lower values start first.",
         metavar="FUNCTION",
     )
     tenant_weight: tuple[str, ...] = option(
@@ -123,8 +123,8 @@ class SchedulerOptions:
         None,
         "Scheduling",
         "Run up to N decode steps per scheduler step",
-        details="One native call each, but the arrays are gathered once; only if no request is"
-        " waiting. The default is 8 for native on one rank, else 1.",
+        details="The arrays are gathered once for all of them; applies only if no request waits."
+        " The default is 8 for native on one rank, else 1.",
         derived="8 or 1",
         low=1,
     )
@@ -170,8 +170,8 @@ class SchedulerOptions:
         0,
         "Speculative decoding",
         "Keep finished outputs for drafting, in this much memory",
-        details="e.g. 64MiB. Used by spec_method suffix and auto, for the same tenant, cache salt"
-        " and adapter.",
+        details="For example 64MiB. Used by spec_method suffix and auto, for the same tenant,"
+        " cache salt and adapter.",
         unit="bytes",
         low=0,
     )

@@ -15,8 +15,8 @@ def derive(
         typer.Argument(help="Path (config.json suffices) or Hugging Face repository"),
     ],
 ) -> None:
-    """Derive a model's Program from transformers' code. Check it and store it; commands that load
-    the model do the same on first use.
+    """Derive, check and store a model's Program from transformers' code. Commands that load the
+    model do this on first use.
     """
     from octavo.checkpoint.catalogue import resolve_header
     from octavo.checkpoint.open import open_header

@@ -64,7 +64,7 @@ def _first_given(options: Any, names: tuple[str, ...]) -> str:
 def _check_pool(config: EngineConfig, url: str) -> None:
     _check_prefix_caching(config, "kv_pool")
     if config.cache.prefix_cache_dir is not None:
-        raise ConfigError("kv_pool: not supported with prefix_cache_dir", hint="name one of them")
+        raise ConfigError("kv_pool: not supported with prefix_cache_dir", hint="remove one of them")
     option, num_ranks = config.backend.rank_option
     if num_ranks > 1:
         raise ConfigError(
@@ -95,7 +95,7 @@ def _check_transfer(config: EngineConfig, options: TransferOptions, transport: s
     if config.scheduler.spec_method in PROGRAM_METHODS:
         raise ConfigError(
             f"spec_method: got {config.scheduler.spec_method}, not supported with kv_transfer",
-            hint="leave kv_transfer or spec_method out",
+            hint="remove kv_transfer or spec_method",
         )
     if options.role == "decode" and not options.prefill_peer:
         raise ConfigError(

@@ -16,7 +16,7 @@ class PoolOptions:
         None,
         "KV transfer",
         "Share prefix cache blocks through this Mooncake master",
-        details="mooncake://HOST:PORT.",
+        details="Format: mooncake://HOST:PORT.",
         metavar="URL",
     )
     kv_pool_lends: int = option(
@@ -41,8 +41,8 @@ class TransferOptions:
         "both",
         "KV transfer",
         "Set the role in prefill-decode disaggregation",
-        details="With kv_transfer. prefill: prefill prompts for other engines; decode: send long"
-        " prompts to prefill_peer.",
+        details="Requires kv_transfer. prefill: prefill prompts for other engines; decode: send"
+        " long prompts to prefill_peer.",
     )
     kv_transfer_address: str = option(
         "127.0.0.1:8998",
@@ -64,7 +64,7 @@ class TransferOptions:
     kv_transfer_min_tokens: int | None = option(
         None,
         "KV transfer",
-        "Prefill remotely from N uncached tokens",
+        "Prefill prompts of N uncached tokens remotely",
         details="The default is the measured length from which a local prefill takes longer than"
         " the transfer of its KV blocks; 256 until measured.",
         derived="measured",

@@ -86,7 +86,8 @@ class QueueLimit:
         if more.requests > max_reqs:
             hint = "request fewer samples, or raise max_num_queued_reqs"
             raise InvalidRequest(
-                f"n: got {more.requests}, expected at most {max_reqs} running and waiting at once",
+                f"n: got {more.requests}, expected at most {max_reqs} (running and waiting"
+                " requests)",
                 param="n",
                 hint=hint,
             )

@@ -50,8 +50,8 @@ def prompt_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> li
     items = as_list(prompts)
     if items is None:
         raise InvalidRequest(
-            f"{name}: got {type(prompts).__name__}, expected a string, token ids, a dict of one,"
-            " or a list of them"
+            f"{name}: got {type(prompts).__name__}, expected a string, token ids, a dict with one"
+            " of them, or a list"
         )
     return [items] if items and whole_number(items[0]) is not None else items
 

@@ -177,7 +177,8 @@ def _continue_grammar(
     output_ids = forked_request.prompt_token_ids[len(forked_request.prompt_token_ids) - num_given :]
     if not inputs.continues(spec, output_ids):
         raise InvalidRequest(
-            "fork: keep and then do not match the request's structured output", param="then"
+            "fork: the text of keep and then does not match the request's structured output",
+            param="then",
         )
     forked_request.samples[0] = msgspec.structs.replace(
         forked_request.samples[0], grammar=msgspec.structs.replace(spec, num_given_tokens=num_given)

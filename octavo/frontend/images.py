@@ -33,7 +33,8 @@ def get_images(prompt: object) -> list[Any]:
     media = prompt[KEY]
     if not isinstance(media, Mapping) or not media.keys() <= {"image"}:
         raise InvalidRequest(
-            f"{KEY}: got {shown(media)}, expected a dict as {{'image': an image or a list}}",
+            f"{KEY}: got {shown(media)}, expected {{'image': IMAGE}} with an image or a list of"
+            " images",
             param=KEY,
         )
     images = media.get("image")

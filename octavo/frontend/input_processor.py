@@ -326,7 +326,7 @@ class InputProcessor:
         is_background = priority == BACKGROUND_PRIORITY
         if priority is None or (abs(priority) > MAX_PRIORITY and not is_background):
             raise InvalidRequest(
-                f"priority: got {shown(origin.priority)}, expected an integer of 32 bits",
+                f"priority: got {shown(origin.priority)}, expected a 32-bit integer",
                 param="priority",
             )
         if priority and not is_background and self._scheduling_policy != "priority":

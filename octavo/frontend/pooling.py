@@ -131,9 +131,9 @@ class PoolingInputs:
         embeds = pools.task == "embed"
         for name in ("activation",) if embeds else ("dimensions", "normalize"):
             if getattr(params, name) is not None:
-                what = "an embedding" if embeds else "a classifier's scores"
+                what = "embedding models" if embeds else "classifiers"
                 raise InvalidRequest(
-                    f"{name}: got {shown(getattr(params, name))}, which {what} cannot have",
+                    f"{name}: got {shown(getattr(params, name))}, which {what} do not support",
                     hint="remove it",
                     param=name,
                 )

@@ -27,7 +27,7 @@ class PriorityFunction:
         priority = whole_number(returned)
         if priority is None or abs(priority) > MAX_PRIORITY:
             raise ServerError(
-                f"priority_function: {self._name} returned {shown(returned)}, expected a whole"
-                " number of 32 bits"
+                f"priority_function: {self._name} returned {shown(returned)}, expected a"
+                " 32-bit integer"
             )
         return priority

@@ -62,7 +62,7 @@ class PromptInputs:
         if token_ids is None:
             raise InvalidRequest(
                 f"prompt: got {type(prompt).__name__}, expected a string, token ids, or a dict"
-                " of one",
+                " with one of them",
                 param="prompt",
             )
         return text, to_int_ids(token_ids), salt
@@ -228,8 +228,8 @@ def _check_continued(messages: Messages, rendering: Rendering) -> None:
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
         raise InvalidRequest(
-            f"{name}: got a last message of the role {shown(last.get('role'))}, expected one of"
-            " the role 'assistant' with a string",
+            f"{name}: the last message has the role {shown(last.get('role'))}, expected the role"
+            " 'assistant' and a string as its content",
             param=name,
         )
 

@@ -72,7 +72,7 @@ def _read_position_scores(
     if named != (BOTH if relative else set()):
         raise UnsupportedModel(
             f"config.json: pos_att_type is {kinds!r} with relative_attention {relative},"
-            " supported: c2p and p2c with it, none without it"
+            " supported: c2p and p2c with relative_attention, none without"
         )
     if not relative:
         return None

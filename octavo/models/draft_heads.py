@@ -119,8 +119,8 @@ def eagle3_head(config: Mapping[str, Any], target: Program, names: Collection[st
     table = get_embedding(target)
     if (shape.vocab_size, shape.hidden_size) != (target.vocab_size, table.out.width):
         raise UnsupportedModel(
-            f"spec_model: the head is for a model of {shape.vocab_size:,} ids and rows of"
-            f" {shape.hidden_size} numbers, got {target.vocab_size:,} ids and {table.out.width}",
+            f"spec_model: the head has vocab_size {shape.vocab_size:,} and hidden_size"
+            f" {shape.hidden_size}, the model has {target.vocab_size:,} and {table.out.width}",
             hint="use a head trained for this model",
         )
     layers = _aux_layers(hf, target)
@@ -154,8 +154,8 @@ def _check_eagle3(config: HfConfig) -> None:
     """Rejects anything but a one-layer EAGLE-3 head."""
     if "eagle3" not in config.architecture.lower():
         raise UnsupportedModel(
-            f"spec_model: got a checkpoint of {config.architecture or config.model_type}, allowed"
-            " with spec_method eagle3 is a head such as LlamaForCausalLMEagle3",
+            f"spec_model: got a checkpoint of {config.architecture or config.model_type}, expected"
+            " an EAGLE-3 head such as LlamaForCausalLMEagle3",
             hint="to draft with a whole model, use --spec-method draft_model",
         )
     config.refuse_unless("num_hidden_layers", 1)

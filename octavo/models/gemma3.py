@@ -53,8 +53,8 @@ def image_layout(config: HfConfig) -> ImageLayout:
     tokens_a_side, patches_a_side = math.isqrt(tokens), side // patch_size
     if tokens_a_side**2 != tokens or patches_a_side % tokens_a_side or side % patch_size:
         raise UnsupportedModel(
-            f"config.json: {tokens} tokens do not divide an image of {side} pixels a side"
-            f" in patches of {patch_size}"
+            f"config.json: mm_tokens_per_image is {tokens}, expected a square number that divides"
+            f" {side} x {side} pixels in patches of {patch_size} x {patch_size}"
         )
     token_id = config.integer("image_token_index", 262_144)
     begin, end = (

@@ -36,7 +36,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     turned = config.size("rotary_dim", 64)
     if turned > shape.head_dim:
         raise UnsupportedModel(
-            f"config.json: rotary_dim is {turned}, expected up to {shape.head_dim}, the head size"
+            f"config.json: rotary_dim is {turned}, expected at most {shape.head_dim}, the head size"
         )
     width = config.size("n_inner", 4 * shape.hidden_size)
     activation = config.activation("activation_function", "gelu_new")

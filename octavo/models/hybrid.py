@@ -68,7 +68,7 @@ def layers_by_type(config: HfConfig, num_layers: int) -> LayerPlan | None:
     known = {*attends, *recurs}
     if not isinstance(types, list) or len(types) != num_layers or not known.issuperset(types):
         raise UnsupportedModel(
-            f"config.json: layer_types is {types!r}, expected a list of {num_layers} of"
+            f"config.json: layer_types is {types!r}, expected {num_layers} entries from"
             f" {', '.join(attends + recurs)}"
         )
     return LayerPlan([kind in attends for kind in types], [kind in recurs for kind in types])

@@ -122,8 +122,8 @@ def layers_with_attention(config: HfConfig, num_layers: int) -> list[bool]:
     known = ("full_attention", "conv")
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {*known}:
         raise UnsupportedModel(
-            f"config.json: layer_types is {types!r}, expected a list of {num_layers} of"
-            f" {' and '.join(known)}"
+            f"config.json: layer_types is {types!r}, expected {num_layers} entries from"
+            f" {', '.join(known)}"
         )
     return [kind == "full_attention" for kind in types]
 

@@ -62,8 +62,8 @@ def _chunks(config: HfConfig, turned: Sequence[bool]) -> tuple[int | None, ...]:
         or set(map(str, types)) - LAYER_TYPES
     ):
         raise UnsupportedModel(
-            f"config.json: layer_types is {types!r:.80}, expected a list of {len(turned)} of"
-            f" {' and '.join(sorted(LAYER_TYPES))}"
+            f"config.json: layer_types is {types!r:.80}, expected {len(turned)} entries from"
+            f" {', '.join(sorted(LAYER_TYPES))}"
         )
     whole = config.integer("max_position_embeddings", low=1) <= length
     return tuple(None if whole or kind == "full_attention" else length for kind in types)

@@ -90,8 +90,8 @@ def layer_kinds(config: HfConfig) -> Sequence[str]:
     kinds = [OTHER_NAMES.get(str(kind), str(kind)) for kind in names]
     if not kinds or not {*KINDS.values()}.issuperset(kinds):
         raise UnsupportedModel(
-            f"config.json: layers_block_type is {given!r}, expected a list of"
-            f" {', '.join([*KINDS.values(), *OTHER_NAMES])}"
+            f"config.json: layers_block_type is {given!r}, expected a list with entries"
+            f" from {', '.join([*KINDS.values(), *OTHER_NAMES])}"
         )
     return kinds
 

@@ -74,4 +74,4 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 
 def _no_classifier(b: Builder, x: Value, num: int) -> Value:
-    raise UnsupportedModel("nomic_bert: sequence classifiers are not supported, embedders are")
+    raise UnsupportedModel("nomic_bert: sequence classifiers are not supported")

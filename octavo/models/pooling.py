@@ -77,8 +77,8 @@ def score_tokens(config: HfConfig) -> tuple[int, ...]:
     for token_id in ids:
         if token_id >= config.integer("vocab_size", low=1):
             raise UnsupportedModel(
-                f"config.json: vocab_size is {config.integer('vocab_size')}, the score is made of"
-                f" the token {token_id}"
+                f"config.json: vocab_size is {config.integer('vocab_size')}, but the score uses"
+                f" token id {token_id}"
             )
     return ids
 
@@ -103,10 +103,10 @@ def pooling_mode(config: HfConfig) -> PoolingMode:
     mode: Any = config.table("pooling").get("mode")
     if mode not in get_args(PoolingMode):
         raise UnsupportedModel(
-            f"{config.model_type}: the pooling is {mode!r}, expected"
+            f"{config.model_type}: the pooling mode is {mode!r}, expected"
             f" {', '.join(get_args(PoolingMode))}",
-            hint="an encoder needs modules.json and 1_Pooling/config.json as sentence-transformers"
-            " saves them, or to be a ForSequenceClassification",
+            hint="add modules.json and 1_Pooling/config.json as sentence-transformers saves them,"
+            " or use a ForSequenceClassification model",
         )
     found: PoolingMode = mode
     return found

@@ -51,8 +51,8 @@ def image_layout(config: HfConfig) -> ImageLayout:
     pixels = vision.integer("window_size", 112, low=1)
     if pixels % layout.multiple:
         raise UnsupportedModel(
-            f"config.json: the tower's window_size is {pixels}, expected a multiple of"
-            f" {layout.multiple} pixels, a cell's side"
+            f"config.json: window_size in vision_config is {pixels}, expected a multiple of"
+            f" {layout.multiple} pixels"
         )
     return replace(layout, window=pixels // layout.multiple)
 

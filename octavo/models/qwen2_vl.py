@@ -87,8 +87,8 @@ def _by_axes(config: HfConfig, head_dim: int) -> RopeTable:
     axes = tuple(axis for axis, count in enumerate(named) for _ in range(count))
     if len(axes) != len(table.inv_freq) or len(named) != 3:
         raise UnsupportedModel(
-            f"config.json: mrope_section is {named!r}, expected three numbers whose sum is"
-            f" {len(table.inv_freq)}, half a head's columns"
+            f"config.json: mrope_section is {named!r}, expected three numbers that add up to"
+            f" {len(table.inv_freq)}, half of the rotary dims"
         )
     if table.long is not None:
         raise UnsupportedModel("config.json: mrope_section with longrope is not supported")
@@ -131,7 +131,7 @@ def get_rope_theta(vision: HfConfig) -> float:
     given = vision.table("rope_parameters")
     if given.get("rope_type", "axial") != "axial":
         raise UnsupportedModel(
-            f"config.json: the tower's rope type is {given['rope_type']!r}, supported: 'axial'"
+            f"config.json: rope_type in vision_config is {given['rope_type']!r}, expected 'axial'"
         )
     return float(given.get("rope_theta", 10_000.0))
 

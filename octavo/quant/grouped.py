@@ -90,6 +90,6 @@ def _beyond(zeros: NDArray[np.int16], zero_point: int) -> NDArray[np.int8]:
     rest = zeros - np.int16(zero_point)
     if rest.size and not -MIDDLE_OF_8 <= int(rest.min()) <= int(rest.max()) < MIDDLE_OF_8:
         raise UnsupportedModel(
-            f"zeros of 8 bits go from {zeros.min()} to {zeros.max()}, supported: 0 to 255"
+            f"got 8-bit zero points from {zeros.min()} to {zeros.max()}, expected 0 to 255"
         )
     return rest.astype(np.int8)

@@ -62,7 +62,7 @@ def block_source(block: object, where: str) -> str:
     if kind == "url" and isinstance(source.get("url"), str):
         return str(source["url"])
     raise InvalidRequest(
-        f"{where}: got {shown(block)}, expected {{'type': 'base64', 'media_type', 'data'}} and"
+        f"{where}: got {shown(block)}, expected {{'type': 'base64', 'media_type', 'data'}} or"
         " {'type': 'url', 'url'}",
         param=where,
     )

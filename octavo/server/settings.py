@@ -144,7 +144,7 @@ class ServerSettings:
         (),
         "Server",
         "Add an alias for a model or adapter",
-        details="ALIAS=NAME; ALIAS may be a pattern, such as claude-*.",
+        details="Format: ALIAS=NAME; ALIAS may be a pattern, such as claude-*.",
         metavar="ALIAS=NAME",
     )
     lazy_load: bool = option(False, "Server", "Load each model at its first request")
@@ -176,11 +176,13 @@ class ServerSettings:
         (),
         "LoRA",
         "Serve an adapter under a model name",
-        details="NAME=PATH, or a JSON object of name, path and base_model_name. Requires"
+        details="Format: NAME=PATH, or a JSON object of name, path and base_model_name. Requires"
         " enable_lora.",
         metavar="NAME=PATH",
     )
-    lora_dir: str | None = option(None, "LoRA", "Allow the operator to load adapters from here")
+    lora_dir: str | None = option(
+        None, "LoRA", "Allow the operator to load adapters in this directory"
+    )
     max_lora_adapters: int = option(10_000, "LoRA", "Accept at most N named adapters", low=1)
     memory_budget: int | None = option(
         None,
@@ -193,9 +195,9 @@ class ServerSettings:
     state_dir: str | None = option(
         None,
         "Server",
-        "Store responses, files and batches here ('': off)",
-        details="The default is one directory per port in the user's state directory; with port 0,"
-        " nothing is stored.",
+        "Store responses, files and batches in this directory",
+        details="The default is one directory per port in the user's state directory. With port 0"
+        " or an empty text, nothing is stored.",
     )
     stored_ttl_s: int = option(
         30 * 86400,
@@ -252,7 +254,7 @@ class ServerSettings:
         if self.operator_key is not None and not self.operator_key.strip():
             raise ConfigError("operator_key: got an empty key", hint="remove the option")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ConfigError("ssl_keyfile: requires ssl_certfile", hint="give both")
+            raise ConfigError("ssl_keyfile: requires ssl_certfile", hint="set both")
         if self.root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", self.root_path):
             raise ConfigError(
                 f"root_path: got {self.root_path!r}, expected a path such as /llm, without a"
@@ -264,7 +266,7 @@ class ServerSettings:
         for origin in self.allow_origin:
             if not re.fullmatch(r"\*|https?://[^\s/?#@]+", origin):
                 raise ConfigError(
-                    f"allow_origin: got {origin!r}, expected * and origins such as"
+                    f"allow_origin: got {origin!r}, expected * or an origin such as"
                     " https://example.org"
                 )
 
@@ -307,5 +309,6 @@ def _check_network(text: str) -> None:
             ipaddress.ip_network(text)
     except ValueError:
         raise ConfigError(
-            f"trusted_proxies: got {text!r}, expected addresses, networks such as 10.0.0.0/8, and *"
+            f"trusted_proxies: got {text!r}, expected *, an address, or a network such as"
+            " 10.0.0.0/8"
         ) from None

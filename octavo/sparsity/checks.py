@@ -88,7 +88,7 @@ def _check_importance(config: EngineConfig) -> None:
     for where, is_so in against.items():
         if is_so:
             raise ConfigError(
-                f"prefix_cache_policy: got importance {where}, expected lru there",
+                f"prefix_cache_policy: got importance, expected lru {where}",
                 hint="remove prefix_cache_policy",
             )
 
@@ -135,7 +135,7 @@ def _check_spill(config: EngineConfig) -> None:
     for where, is_so in against.items():
         if is_so:
             raise ConfigError(
-                f"kv_spill_dir: got {options.kv_spill_dir} {where}, which is not supported",
+                f"kv_spill_dir: not supported {where}, got {options.kv_spill_dir}",
                 hint="remove kv_spill_dir",
             )
 
@@ -189,8 +189,8 @@ def _check_activations(config: EngineConfig) -> None:
     ffn = options.ffn_sparsity
     if ffn not in (None, "exact") and not 0 < options.gate_sparsity <= MAX_SPARSITY:
         raise ConfigError(
-            f"ffn_sparsity: got {ffn!r}, expected 'exact' or gate:SHARE with a share above 0 and"
-            f" at most {MAX_SPARSITY}, such as 'gate:0.3'"
+            f"ffn_sparsity: got {ffn!r}, expected 'exact', or gate:SHARE with a fraction above 0"
+            f" and at most {MAX_SPARSITY}, such as 'gate:0.3'"
         )
     if not options.activation_sparsity <= MAX_SPARSITY:
         raise ConfigError(

@@ -60,7 +60,7 @@ def spilled_layers(program: Program) -> dict[str, tuple[int, ...]]:
     layers_by_group = {group: layers for group, layers in layers_by_group.items() if layers}
     if len(layers_by_group) > 1:
         raise ConfigError(
-            f"{NAME}: {program.name} chooses keys in several cache groups,"
+            f"{NAME}: {program.name} selects keys in several cache groups, expected one:"
             f" {', '.join(layers_by_group)}",
             hint=f"remove {NAME}",
         )
@@ -193,7 +193,7 @@ def _plan(
     num_blocks = min(file_bytes // of_layers, max(caps))
     if num_blocks < min_blocks:
         raise ConfigError(
-            f"kv_spill_bytes: got {format_bytes(file_bytes)}, expected"
+            f"kv_spill_bytes: got {format_bytes(file_bytes)}, expected at least"
             f" {format_bytes(min_blocks * of_layers)} for one request of {demand.max_model_len:,}"
             " tokens",
             hint=f"set kv_spill_bytes to {min_blocks * of_layers} or more, or lower max_model_len",
@@ -205,8 +205,8 @@ def _plan(
     if memory_bytes < least_bytes:
         raise ConfigError(
             f"kv_cache_memory_bytes: got {format_bytes(memory_bytes)}, expected at least"
-            f" {format_bytes(least_bytes)} for {format_bytes(file_bytes)} of kv_spill_bytes: what"
-            " is always in memory, one layer, and a block of each layer for each request",
+            f" {format_bytes(least_bytes)} for {format_bytes(file_bytes)} of kv_spill_bytes: the"
+            " layers that stay in memory, one spilled layer, and one block per layer and request",
             hint=f"set kv_cache_memory_bytes to {least_bytes} or more, or lower kv_spill_bytes or"
             " max_num_seqs",
         )

@@ -81,7 +81,7 @@ class SparsityModelHooks(ModelHooks):
         weighs = config.of(PrefixWeighingOptions).weighs_prefixes
         if weighs and not backend.prepares_parts:
             raise ConfigError(
-                f"prefix_cache_policy: importance is not for the backend {backend.name}",
+                f"prefix_cache_policy: importance is not supported by the {backend.name} backend",
                 hint="set backend to native",
             )
 

@@ -101,7 +101,7 @@ def _check_skipping(program: Program, formats: Mapping[Weight, TileFormat], devi
                     code for code in ("i8", "bf16", "fp16", "fp32") if device.skips_zeros(code)
                 ]
                 raise BackendUnavailable(
-                    f"ffn_sparsity: exact skips no inputs of {weight.name}, which is computed as"
-                    f" {code} at the level {device.level}; it does those of {', '.join(allowed)}",
+                    f"ffn_sparsity: exact requires weights stored as {', '.join(allowed)} with"
+                    f" cpu_level {device.level}, got {code} for {weight.name}",
                     hint="set quantization to int8, or remove ffn_sparsity",
                 )

@@ -102,7 +102,7 @@ def _pinned(
     if len(hot.get(name, ())) != layer.num_neurons:
         raise ConfigError(
             f"hot_neurons: the file has no data for the {layer.num_neurons} inputs of {name}",
-            hint="calibrate this model",
+            hint="calibrate this model: octavo calibrate MODEL --text FILE --out FILE",
         )
     return tuple(hot[name][:count])
 

@@ -35,8 +35,8 @@ def record_neurons(
     widths = {(op.out.width, makers[op.gate].inputs[0].width) for op in gates}
     if len(widths) != 1:
         raise UnsupportedModel(
-            f"{config.model.model} has {len(widths)} widths of gated feed-forward layers; a trace"
-            " is of layers that are alike"
+            f"{config.model.model} has gated feed-forward layers of {len(widths)} sizes, expected"
+            " one size"
         )
     ((num_neurons, inputs),) = widths
     tokens: list[list[list[int]]] = []

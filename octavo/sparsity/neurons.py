@@ -135,9 +135,9 @@ def split_neurons(program: Program) -> Program:
             ops += _split(op, down)
     if not any(isinstance(op, Neurons) for op in ops):
         raise ConfigError(
-            f"neuron_cache_bytes: {program.name} has no feed-forward layer whose zeros say which"
-            f" neurons a token uses: {' or '.join(ZEROING)} with ffn_sparsity exact, or gates with"
-            " ffn_sparsity gate:SHARE or a sparsity_predictor",
+            f"neuron_cache_bytes: {program.name} has no feed-forward layer that selects neurons,"
+            f" expected {' or '.join(ZEROING)} with ffn_sparsity exact, or gates with ffn_sparsity"
+            " gate:SHARE or a sparsity_predictor",
             hint=HINT,
         )
     result = replace(program, ops=tuple(ops))
@@ -172,8 +172,8 @@ def check_neurons(program: Program, formats: Mapping[Weight, TileFormat]) -> Non
         for weight in op.matrices:
             if formats[weight].code != "i8":
                 raise BackendUnavailable(
-                    f"{name}: takes weights with one scale for each output, got"
-                    f" {weight.name}, which is computed as {formats[weight].code}",
+                    f"{name}: requires int8 weights with one scale per output, got"
+                    f" {formats[weight].code} for {weight.name}",
                     hint=f"set quantization to int8, or remove {name}",
                 )
 

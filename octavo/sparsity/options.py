@@ -33,7 +33,7 @@ class KvSpillOptions:
         False,
         "Experimental",
         "Prefetch the keys that the next layer is likely to read",
-        details="With kv_spill_dir. Results do not change.",
+        details="Requires kv_spill_dir. Results do not change.",
     )
 
 
@@ -90,7 +90,7 @@ class NeuronOptions:
         0,
         "Experimental",
         "Evict a neuron not used for N tokens",
-        details="With neuron_cache_bytes. 0: evict only when memory is full.",
+        details="Requires neuron_cache_bytes. 0: evict only when memory is full.",
         low=0,
     )
     weights_lookahead: int = option(

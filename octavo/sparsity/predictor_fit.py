@@ -86,7 +86,8 @@ class PredictorFit:
         self._gates = measured_gates(program, observed)
         if not self._gates:
             raise UnsupportedModel(
-                f"{program.name} has no gates to predict", hint="remove predictor_rank"
+                f"predictor_rank: {program.name} has no gates to predict",
+                hint="remove predictor_rank",
             )
         self._inputs = {
             name: _attention_input(program, gate, observed) for name, gate in self._gates.items()
@@ -99,9 +100,8 @@ class PredictorFit:
             max_rank = min(self._inputs[name].shape[1], gate.op.out.width)
             if rank > max_rank:
                 raise ConfigError(
-                    f"predictor_rank: got {rank}, expected at most {max_rank},"
-                    " the width of the model",
-                    hint="64 is a usual one",
+                    f"predictor_rank: got {rank}, expected at most {max_rank}, its smallest dim",
+                    hint="use 64, for example",
                 )
         self._lasts = {
             name: _last_product(program, gate, observed) for name, gate in self._gates.items()
@@ -178,8 +178,8 @@ def _attention_input(
                 return maker.weights_[0]
             value = maker.inputs[0]
     raise UnsupportedModel(
-        f"{program.name} has no attention before {gate.maker.weights_[0].name}, whose input could"
-        " predict it",
+        f"predictor_rank: {program.name} has no attention before"
+        f" {gate.maker.weights_[0].name}, so there is no input to predict it from",
         hint="remove predictor_rank",
     )
 
@@ -190,7 +190,7 @@ def _last_product(
     """Returns the down projection that follows a gate."""
     if gate.last is None or gate.last not in observed:
         raise UnsupportedModel(
-            f"{program.name} has no product of their own behind the gates of"
+            f"predictor_rank: {program.name} has no separate down projection after"
             f" {gate.maker.weights_[0].name}",
             hint="remove predictor_rank",
         )

@@ -100,8 +100,8 @@ def open_predictors(config: EngineConfig, checkpoint: Checkpoint | None) -> Pred
     calibration = read_calibration(path, weights, name=NAME)
     if not calibration.predictors:
         raise ConfigError(
-            f"{NAME}: {path}: it has no predictors",
-            hint="make some: octavo calibrate MODEL --text FILE --out FILE --predictor-rank 64",
+            f"{NAME}: {path}: the file has no predictors",
+            hint="create them: octavo calibrate MODEL --text FILE --out FILE --predictor-rank 64",
         )
     lookahead = config.of(NeuronOptions).weights_lookahead
     return Predictors(path, tuple(calibration.predictors), options.predicted_share, lookahead)

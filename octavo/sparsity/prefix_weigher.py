@@ -52,7 +52,9 @@ class PrefixWeigher:
             rows = output.arrays["hidden"][-query.num_queries :]
             return rows.reshape(len(rows), self.probe.num_heads, -1).astype(np.float32)
         except Exception:
-            logger.exception("the prefix of %s could not be weighed", query.request_id)
+            logger.exception(
+                "the importance of the prefix blocks of %s could not be computed", query.request_id
+            )
             return None
 
     def rate(
@@ -68,7 +70,9 @@ class PrefixWeigher:
             masses: list[float] = attention_masses(prepared, known, self.probe.scale).tolist()
             return masses
         except Exception:
-            logger.exception("the prefix of %s could not be weighed", query.request_id)
+            logger.exception(
+                "the importance of the prefix blocks of %s could not be computed", query.request_id
+            )
             return []
 
     def _batch(self, query: BlockQuery) -> StepBatch:

@@ -25,14 +25,15 @@ def for_sparsity(config: EngineConfig, checkpoint: Checkpoint, program: Program)
     )
     if "pooled" in program.outputs:
         raise ConfigError(
-            f"{name}: {config.model.model} is a pooling model, which computes the whole prompt",
-            hint=f"leave {name} and ffn_sparsity out",
+            f"{name}: {config.model.model} is a pooling model; sparsity requires a generation"
+            " model",
+            hint=f"remove {name} and ffn_sparsity",
         )
     if any(group.kind == "cross" for group in program.groups):
         raise ConfigError(
             f"{name}: {config.model.model} is an encoder-decoder; sparsity requires a decoder-only"
             f" model",
-            hint=f"leave {name} and ffn_sparsity out",
+            hint=f"remove {name} and ffn_sparsity",
         )
     if options.calibration is None:
         return program  # it already contains the predictors

@@ -66,7 +66,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 "messages: the model has no chat template",
                 param="messages",
-                hint="give one with --chat-template, or use completions",
+                hint="set one with --chat-template, or use completions",
             )
         try:
             compiled = self._compiled

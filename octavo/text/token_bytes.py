@@ -98,6 +98,6 @@ def _spelling(tokenizer: Tokenizer) -> tuple[Spelling, bool]:
         )
         return "sentencepiece", strips
     raise UnsupportedModel(
-        f"tokenizer decoder {decoder['type']}: supported: ByteLevel, Metaspace and"
+        f"tokenizer decoder: got {decoder['type']}, expected ByteLevel, Metaspace or"
         " SentencePiece's byte fallback"
     )

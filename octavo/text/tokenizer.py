@@ -246,7 +246,7 @@ class TextTokenizer:
         end = rendered.rfind(guard.end_mark)
         if end < 0:
             raise InvalidRequest(
-                "continue_final_message: the chat template leaves the last message's text out",
+                "continue_final_message: the chat template drops the text of the last message",
                 param="continue_final_message",
             )
         return rendered[:end].replace(guard.end_mark, "")
@@ -268,7 +268,9 @@ class TextTokenizer:
             rendered = self._templates.choose(template).render(messages, True, {})
             start, mark, end = rendered.rpartition(guard.end_mark)
             if not mark:
-                raise InvalidRequest("prompt: the template of pairs changes a document's end")
+                raise InvalidRequest(
+                    "prompt: the chat template for pairs changes the end of the document"
+                )
             last = self._rendered_ids(end, guard)
             ids = [*self._rendered_ids(start, guard)[: max(0, max_tokens - len(last))], *last]
             empty = pair_messages(replace(pair, second=""))

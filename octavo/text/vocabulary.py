@@ -73,12 +73,12 @@ def build_tokenizer(
     build = builders.get(vocabulary.model)
     if build is None:
         raise UnsupportedModel(
-            f"{origin}: tokenizer model {vocabulary.model!r}, supported in GGUF are"
+            f"{origin}: got the tokenizer model {vocabulary.model!r}, supported in GGUF:"
             f" {', '.join(builders)}"
         )
     if 0 < len(vocabulary.types) < len(vocabulary.tokens):
         raise WeightMismatch(
-            f"{origin}: {len(vocabulary.types)} token types for {len(vocabulary.tokens)} tokens"
+            f"{origin}: got {len(vocabulary.types)} token types for {len(vocabulary.tokens)} tokens"
         )
     try:
         tokens = _decode(vocabulary.tokens)
@@ -115,9 +115,9 @@ def _by_merges(
 ) -> BuiltTokenizer:
     if not vocabulary.merges:
         raise WeightMismatch(
-            f"{origin}: the key tokenizer.ggml.merges is missing, which a tokenizer of the model"
-            f" {vocabulary.model!r} requires",
-            hint="convert the model again, or name its tokenizer by --tokenizer",
+            f"{origin}: the key tokenizer.ggml.merges is missing; the tokenizer model"
+            f" {vocabulary.model!r} requires it",
+            hint="convert the model again, or set its tokenizer with --tokenizer",
         )
     name = "gemma4" if vocabulary.model == "gemma4" else vocabulary.pre
     pre = find_pre_tokenization(name, origin, strict=strict)
@@ -166,7 +166,9 @@ def _pairs(merges: Sequence[bytes]) -> list[tuple[str, str]]:
 
 def _sentencepiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
     if len(vocabulary.scores) != len(tokens):
-        raise WeightMismatch(f"{origin}: {len(vocabulary.scores)} scores for {len(tokens)} tokens")
+        raise WeightMismatch(
+            f"{origin}: got {len(vocabulary.scores)} scores for {len(tokens)} tokens"
+        )
     model = models.BPE(
         _ids(tokens),
         _merges_by_score(vocabulary, tokens),
@@ -189,7 +191,9 @@ def _sentencepiece(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> B
 
 def _unigram(vocabulary: Vocabulary, tokens: list[str], origin: Path) -> BuiltTokenizer:
     if len(vocabulary.scores) != len(tokens):
-        raise WeightMismatch(f"{origin}: {len(vocabulary.scores)} scores for {len(tokens)} tokens")
+        raise WeightMismatch(
+            f"{origin}: got {len(vocabulary.scores)} scores for {len(tokens)} tokens"
+        )
     unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
     pieces = list(zip(tokens, map(float, vocabulary.scores), strict=True))
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=unknown, byte_fallback=False))

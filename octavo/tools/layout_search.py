@@ -89,14 +89,14 @@ def read_engine(path: Path) -> SimulatedEngine:
             costs = event.costs
     if costs is None or not costs.points:
         raise ConfigError(
-            f"{path}: no step was measured in it",
-            hint="record requests that are like those to come: octavo serve --record FILE",
+            f"{path}: the recording has no measured steps",
+            hint="record requests like those you expect: octavo serve MODEL --record FILE",
         )
     num_tokens = header.groups[0].num_blocks * header.block_size if header.groups else 0
     if not num_tokens:
         raise ConfigError(
-            f"{path}: an engine without a KV cache, which generates nothing",
-            hint="use a recording of chats or completions",
+            f"{path}: the recorded engine has no KV cache and generates no tokens",
+            hint="record chat or completion requests",
         )
     return SimulatedEngine(
         header.scheduler,

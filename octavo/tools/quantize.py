@@ -76,7 +76,7 @@ def quantize_model(
         raise ConfigError(
             f"calibration: {recipe.method} requires a text",
             hint=f"octavo quantize {model} -o {output} --method {recipe.method} --calibration"
-            " TEXT, a file like the model's prompts; --method rtn needs none",
+            " TEXT (a file similar to the model's prompts), or use --method rtn",
         )
     checkpoint = open_checkpoint(resolve(model, progress=True))
     token_ids = None if calibration is None else calibration_ids(checkpoint, calibration)
@@ -179,8 +179,8 @@ def _program(checkpoint: Checkpoint) -> Program:
     program = programs.get("decoder") or programs.get("encoder")
     if program is None or len(programs) > 1:
         raise UnsupportedModel(
-            f"{checkpoint.path}: models of an encoder and a decoder cannot be quantized to files",
-            hint="octavo serve --quantization int8 quantizes their weights as they are loaded",
+            f"{checkpoint.path}: encoder-decoder models cannot be quantized to files",
+            hint="use octavo serve --quantization int8, which quantizes the weights while loading",
         )
     check_tensors(checkpoint, [program])
     return program
@@ -233,7 +233,7 @@ def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDA
     info = model_info(checkpoint.config, checkpoint.generation_config)
     if length < BLOCK_SIZE or length % BLOCK_SIZE or length > info.max_context_tokens:
         raise ConfigError(
-            f"calibration-length: got {length}, expected multiples of {BLOCK_SIZE} up to the"
+            f"calibration-length: got {length}, expected a multiple of {BLOCK_SIZE} up to the"
             f" model's context of {info.max_context_tokens} tokens"
         )
     try:
@@ -250,8 +250,8 @@ def calibration_ids(checkpoint: Checkpoint, calibration: CalibrationText) -> NDA
         )
     if max(ids) >= info.vocab_size:
         raise ConfigError(
-            f"tokenizer: the text has the id {max(ids)}, {checkpoint.path} has {info.vocab_size}"
-            " tokens",
+            f"tokenizer: the text has token id {max(ids)}, expected at most"
+            f" {info.vocab_size - 1}, the vocabulary of {checkpoint.path}",
             hint="set a tokenizer with the same vocabulary: --tokenizer",
         )
     starts = np.linspace(0, len(ids) - length, num_texts).astype(int)

@@ -156,7 +156,7 @@ class SimulatedFleet:
         if not engine.costs.points:
             raise ConfigError(
                 "costs: the recording has no measured steps",
-                hint="record requests that are like those to come: octavo serve --record FILE",
+                hint="record requests like those you expect: octavo serve MODEL --record FILE",
             )
         self._engine = engine
         self._options = options

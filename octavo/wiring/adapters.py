@@ -27,8 +27,9 @@ def with_adapter_sites(config: EngineConfig, program: Program, whole: Program) -
         return program
     if "pooled" in program.outputs:
         raise ConfigError(
-            f"enable_lora: {config.model.model} pools its texts; adapters are for models that"
-            " generate"
+            f"enable_lora: {config.model.model} is a pooling model; adapters require a generation"
+            " model",
+            hint="remove enable_lora",
         )
     return with_sites(program, whole)
 

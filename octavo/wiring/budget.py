@@ -96,8 +96,8 @@ def _make_error(capacities: Mapping[str, Capacity], memory_bytes: int) -> Insuff
 
     what = "do not fit in memory together" if len(capacities) > 1 else "does not fit"
     return InsufficientMemory(
-        f"{', '.join(capacities)} {what}: expected at least {'; '.join(parts())}; free are"
-        f" {format_bytes(memory_bytes)}; KV caches can use {SAFE_SHARE:.0%} of the memory left by"
-        " weights",
+        f"{', '.join(capacities)} {what}: requires {', '.join(parts())};"
+        f" {format_bytes(memory_bytes)} are free. KV caches can use {SAFE_SHARE:.0%} of the"
+        " memory that the weights leave",
         hint="serve fewer models, lower max_model_len, or set kv_cache_memory_bytes for each",
     )

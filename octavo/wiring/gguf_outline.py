@@ -42,8 +42,8 @@ def gguf_outline(checkpoint: Checkpoint, program: Program) -> GgufCheckpoint:
     built_program = build_programs(outline.config).get(program.name)
     if built_program is None or not _is_alike(built_program, program):
         raise UnsupportedModel(
-            f"format gguf: a header of the architecture {outline.architecture} says another model"
-            f" than {checkpoint.path}",
+            f"format gguf: the architecture {outline.architecture} does not describe all parts of"
+            f" {checkpoint.path}",
             hint=HINT,
         )
     check_tensors(outline, [built_program])

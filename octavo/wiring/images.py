@@ -151,8 +151,8 @@ def _check_fits(config: EngineConfig, layout: ImageLayout, rules: ImageRules) ->
     if scheduler.max_num_batched_tokens < needed:
         raise ConfigError(
             f"max_num_batched_tokens: got {scheduler.max_num_batched_tokens:,}, expected at least"
-            f" {needed:,}: {rows * columns:,} tokens of an image, which one step computes, beside"
-            f" one of each other of {scheduler.max_num_seqs:,} requests"
+            f" {needed:,}: one step computes the {rows * columns:,} tokens of an image and one"
+            f" token for each of {scheduler.max_num_seqs:,} requests"
         )
 
 

@@ -386,7 +386,7 @@ def _check_cache(
     """Raises ConfigError if the model or the backend does not support the KV options."""
     if config.cache.kv_layout == "virtual" and not backend.allocates_on_demand:
         raise ConfigError(
-            f"kv_layout: virtual is not for the backend {backend.name}",
+            f"kv_layout: virtual is not supported by the {backend.name} backend",
             hint="set kv_layout to paged",
         )
     for hooks in model_hooks():

@@ -61,8 +61,8 @@ def _values(
         path = path / "generation_config.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(
-                f"generation_config: got {options.generation_config!r}, expected auto, vllm and"
-                " the path of a generation_config.json or of its directory"
+                f"generation_config: got {options.generation_config!r}, expected auto, vllm, or"
+                " the path of a generation_config.json or its directory"
             )
         return read_json(path), path.name
     own = checkpoint.generation_config
@@ -92,7 +92,7 @@ def _overrides(text: str | None) -> dict[str, Any]:
         overrides = None
     if not isinstance(overrides, dict) or not overrides.keys() <= NAMES.keys():
         raise ConfigError(
-            f"override_generation_config: got {text!r}, expected a JSON object of"
+            f"override_generation_config: got {text!r}, expected a JSON object with"
             f" {', '.join(NAMES)}",
             hint="""for example '{"temperature": 0.6, "top_p": 0.9}'""",
         )

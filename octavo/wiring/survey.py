@@ -134,7 +134,7 @@ def families() -> Iterator[FamilyRow]:
 def make_report(name: str) -> ModelReport:
     """Reports on a model from its headers; raises SetupError if it is damaged or not supported."""
     if name in CATALOGUE and find_downloaded(name) is None:
-        raise ConfigError(f"{name} is not fetched yet", hint=f"octavo pull {name}")
+        raise ConfigError(f"{name} is not downloaded yet", hint=f"octavo pull {name}")
     header = open_header(resolve_header(name))
     config, info = derive_from(EngineConfig.from_options(model=name), header)
     programs = build_model_programs(info, header)

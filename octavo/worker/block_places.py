@@ -72,7 +72,7 @@ def check_addressable(ranges: Sequence[RangeShape], *, num_rows: int) -> None:
     """
     if sys.platform != "linux":
         raise ConfigError(
-            f"kv_layout: virtual is for Linux, got {sys.platform}", hint="set kv_layout to paged"
+            f"kv_layout: virtual requires Linux, got {sys.platform}", hint="set kv_layout to paged"
         )
     num_tokens = num_rows * max(shape.num_blocks for shape in ranges) * BLOCK_SIZE
     if num_tokens >= 1 << 31:

@@ -144,9 +144,9 @@ class Capacity:
             )
             needed = format_bytes(self.fixed_bytes + self.least_kv_bytes)
             raise InsufficientMemory(
-                f"{name} does not fit: expected {needed} ({parts}), free are"
-                f" {format_bytes(self.memory_bytes)}; {format_bytes(self.shortfall_bytes)} are"
-                " missing",
+                f"{name} does not fit: requires {needed} ({parts});"
+                f" {format_bytes(self.memory_bytes)} are free,"
+                f" {format_bytes(self.shortfall_bytes)} are missing",
                 hint="run `octavo plan` with the same options to see what fits",
             )
         self.budget()

@@ -129,8 +129,7 @@ class EngineLinks:
             return
         with self._lock:
             self._lost = PeerEngineDead(
-                f"engine {engine} of {self._num_engines}, which has a part of the experts, has"
-                " ended"
+                f"engine {engine} of {self._num_engines} has ended; its experts are missing"
             )
         self._is_lost.set()
         for on_loss in self._on_loss:

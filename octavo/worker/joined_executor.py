@@ -102,5 +102,5 @@ class JoinedExecutor:
         if isinstance(error, EngineDead):
             return error
         return EngineDead(
-            f"a step that engines compute together has failed: {type(error).__name__}: {error}"
+            f"a step of the expert-parallel engines has failed: {type(error).__name__}: {error}"
         )

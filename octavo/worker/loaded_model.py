@@ -260,7 +260,7 @@ def get_common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...
     for other, runnable in runnables.items():
         if layouts and runnable.kv_layouts and runnable.kv_layouts != layouts:
             raise ConfigError(
-                f"dtype: the Programs {name} and {other} keep K and V differently, got"
+                f"dtype: the Programs {name} and {other} use different KV cache dtypes, got"
                 f" {', '.join(layout.dtype for layout in layouts)} and"
                 f" {', '.join(layout.dtype for layout in runnable.kv_layouts)}",
                 hint="set kv_cache_dtype",

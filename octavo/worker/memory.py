@@ -273,7 +273,8 @@ def _too_little(
         hint = f"free memory, {length}, or set kv_cache_memory_bytes"
     least_bytes = sum(group.block_bytes * group.least_blocks(demand) for group in groups)
     needed = (
-        f"expected {format_bytes(least_bytes)} for one request of {demand.max_model_len:,} tokens"
+        f"expected at least {format_bytes(least_bytes)} for one request of"
+        f" {demand.max_model_len:,} tokens"
     )
     return ConfigError(
         f"{name}: got {format_bytes(given_bytes)}, {needed}", hint=hint if num_blocks else None

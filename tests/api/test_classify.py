@@ -255,8 +255,8 @@ def test_a_long_pair_is_refused_or_cut_as_asked(ranker: LLM) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"dimensions": 1}, "dimensions: got 1, which a classifier's scores cannot have"),
-        ({"normalize": True}, "normalize: got True, which a classifier's scores cannot have"),
+        ({"dimensions": 1}, "dimensions: got 1, which classifiers do not support"),
+        ({"normalize": True}, "normalize: got True, which classifiers do not support"),
         ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens: got 2, expected at least 3"),
     ],
 )

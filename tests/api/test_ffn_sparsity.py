@@ -65,13 +65,13 @@ def test_skipping_zeros_changes_no_bit(family, precision):
 
 def test_an_activation_without_zeros_is_refused():
     path = tiny_model("llama").path
-    message = r"exact is for feed-forward layers with the activation relu or relu2, \S+ has silu"
+    message = r"exact requires feed-forward layers with the activation relu or relu2, \S+ has silu"
     with pytest.raises(ConfigError, match=message):
         make_llm(model_path=path, backend="native", ffn_sparsity="exact")
 
 
 def test_weights_that_share_scales_are_refused():
-    message = r"computed as u4 at the level \S+; it does those of i8, .*\nhint: set quantization"
+    message = r"stored as i8, .* with cpu_level \S+, got u4 for .*\nhint: set quantization"
     with pytest.raises(BackendUnavailable, match=message):
         make_llm(
             model_path=tiny_model("llama", hidden_act="relu", **WIDTHS_OF_32["llama"]).path,
@@ -83,7 +83,7 @@ def test_weights_that_share_scales_are_refused():
 
 @pytest.mark.skipif("amx" not in supported_levels(), reason="this machine has no AMX")
 def test_bf16_on_the_tile_unit_is_refused():
-    with pytest.raises(BackendUnavailable, match="computed as bf16 at the level amx"):
+    with pytest.raises(BackendUnavailable, match="cpu_level amx, got bf16"):
         sparse("opt", ffn_sparsity="exact", dtype="bfloat16")
 
 

@@ -397,7 +397,7 @@ MISTAKES = {
     ),
     "priorities": (
         lambda llm: llm.generate([5], GREEDY, priority=1.5),
-        "priority: got 1.5, expected an integer of 32 bits",
+        "priority: got 1.5, expected a 32-bit integer",
     ),
 }
 

@@ -369,21 +369,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "too little": ({"prefix_cache_load": 0.01}, "got 0.01, expected 0.05 to 1"),
     "too much": ({"prefix_cache_load": 1.5}, "got 1.5, expected 0.05 to 1"),
-    "no files": ({"prefix_cache_dir": None}, "got importance without prefix_cache_dir"),
-    "torch": ({"backend": "torch"}, "got importance with the backend torch"),
-    "ranks": ({"tensor_parallel_size": 2}, "got importance with tensor_parallel_size"),
-    "speculation": ({"spec_method": "ngram"}, "got importance with spec_method"),
-    "chosen keys": ({"kv_selection": "speculated"}, "got importance with kv_selection"),
-    "adapters": ({"enable_lora": True}, "got importance with enable_lora"),
+    "no files": (
+        {"prefix_cache_dir": None},
+        "got importance, expected lru without prefix_cache_dir",
+    ),
+    "torch": ({"backend": "torch"}, "got importance, expected lru with the backend torch"),
+    "ranks": (
+        {"tensor_parallel_size": 2},
+        "got importance, expected lru with tensor_parallel_size",
+    ),
+    "speculation": ({"spec_method": "ngram"}, "got importance, expected lru with spec_method"),
+    "chosen keys": (
+        {"kv_selection": "speculated"},
+        "got importance, expected lru with kv_selection",
+    ),
+    "adapters": ({"enable_lora": True}, "got importance, expected lru with enable_lora"),
     "streamed weights": (
         {"weights_memory_bytes": 1 << 30, "weights_dir": "."},
-        "got importance with weights_memory_bytes",
+        "got importance, expected lru with weights_memory_bytes",
     ),
     "predicted neurons": (
         {"sparsity_predictor": "none.json", "quantization": "int8"},
-        "got importance with sparsity_predictor",
+        "got importance, expected lru with sparsity_predictor",
     ),
-    "codes": ({"kv_cache_dtype": "int8"}, "got importance with kv_cache_dtype int8"),
+    "codes": ({"kv_cache_dtype": "int8"}, "got importance, expected lru with kv_cache_dtype int8"),
 }
 
 
@@ -404,7 +413,7 @@ def test_what_weighs_takes_none_of_the_requests_blocks(tmp_path):
 
 @pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3", "bloom"])
 def test_models_whose_keys_depend_on_their_places_are_refused(tmp_path, family):
-    with pytest.raises(ConfigError, match="cannot weigh its prefixes"):
+    with pytest.raises(ConfigError, match="importance is not supported by"):
         make_llm(
             family,
             prefix_cache_dir=str(tmp_path),

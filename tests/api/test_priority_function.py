@@ -44,8 +44,8 @@ def test_background_requests_keep_their_priority():
     ("function", "text"),
     [
         ("raises", "raises raised ValueError: it does not like 9 tokens"),
-        ("returns_text", "returned 'high', expected a whole number of 32 bits"),
-        ("returns_large", "returned 2147483648, expected a whole number of 32 bits"),
+        ("returns_text", "returned 'high', expected a 32-bit integer"),
+        ("returns_large", "returned 2147483648, expected a 32-bit integer"),
     ],
 )
 def test_a_request_fails_if_the_function_does(function, text):

@@ -73,7 +73,7 @@ def test_engines_that_lose_another_go_on_together_with_their_requests(
         llm.close()
     assert found == wanted
     assert restarts == [1, 1]
-    assert any("engine 1 of 2, which has a part of the experts, has ended" in line for line in said)
+    assert any("engine 1 of 2 has ended; its experts are missing" in line for line in said)
 
 
 def test_the_reason_of_the_engine_that_cannot_start_is_raised() -> None:

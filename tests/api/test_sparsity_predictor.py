@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"weights_lookahead": 1},
         "weights_lookahead: requires neuron_cache_bytes",
     ),
-    "floats": ({"quantization": None}, "sparsity_predictor: takes weights with one scale"),
+    "floats": ({"quantization": None}, "sparsity_predictor: requires int8 weights with one scale"),
 }
 
 
@@ -185,9 +185,9 @@ def test_files_without_predictors_and_of_others_are_refused(calibration, tmp_pat
     found = msgspec.json.decode(Path(calibration).read_bytes(), type=Calibration)
     damaged = msgspec.structs.replace(found.predictors[0], down=b"")
     for change, message in (
-        ({"predictors": []}, "it has no predictors\nhint: make some"),
+        ({"predictors": []}, "the file has no predictors\nhint: create"),
         ({"fingerprint": "00"}, "it was made for other weights"),
-        ({"predictors": found.predictors[1:]}, "the file has no predictor of"),
+        ({"predictors": found.predictors[1:]}, "the file has no predictor for"),
         ({"predictors": [damaged]}, "is damaged"),
     ):
         path = tmp_path / "changed.json"

@@ -166,7 +166,7 @@ def test_what_a_killed_start_has_left_is_no_reason_to_refuse_the_next(directory,
     path.with_suffix(".partial").write_bytes(bytes(1 << 20))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 4096))
     check_directory(directory, path, 1 << 20)
-    with pytest.raises(ConfigError, match=r"has 1\.0 MiB free, expected 2\.0 MiB"):
+    with pytest.raises(ConfigError, match=r"has 1\.0 MiB free, requires 2\.0 MiB"):
         check_directory(directory, path, 2 << 20)
 
 
@@ -259,7 +259,7 @@ def test_a_directory_in_memory_is_refused(directory):
 def test_a_full_directory_is_refused_with_what_is_needed(directory, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 10, 0))
-    with pytest.raises(ConfigError, match=r"has 0 B free, expected .*iB\nhint: free space"):
+    with pytest.raises(ConfigError, match=r"has 0 B free, requires .*iB\nhint: free space"):
         streamed(directory, 1 << 40)
 
 

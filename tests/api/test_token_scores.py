@@ -191,9 +191,9 @@ def test_one_token_alone_is_its_logit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
-        ({"true_token_id": None}, WeightMismatch, "true_token_id should be 0 or more, is None"),
-        ({"false_token_id": -1}, WeightMismatch, "false_token_id should be 0 or more, is -1"),
-        ({"true_token_id": 10**6}, UnsupportedModel, "the score is made of the token 1000000"),
+        ({"true_token_id": None}, WeightMismatch, "true_token_id: got None, expected an integer"),
+        ({"false_token_id": -1}, WeightMismatch, "false_token_id: got -1, expected an integer"),
+        ({"true_token_id": 10**6}, UnsupportedModel, "the score uses token id 1000000"),
     ],
 )
 def test_impossible_tokens_are_refused(

@@ -69,7 +69,7 @@ def test_a_scale_that_cuts_blocks_is_refused_in_a_sentence(tmp_path: Path):
     row = {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}
     trace.write_text(json.dumps(row))
     ended = run("--server=at|x|http://127.0.0.1:9|{}", f"--trace={trace}", "--scale=1/64")
-    assert ended.returncode == 1 and "hint: 1/32 would do" in ended.stderr
+    assert ended.returncode == 1 and "hint: use --scale 1/32" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

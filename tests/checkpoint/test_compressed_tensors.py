@@ -251,7 +251,7 @@ DAMAGED = [
     ("4 bits", "weight_packed", torch.ones(64, 11, dtype=torch.int32), r"expected \(64, 12\)"),
     ("4 bits", "weight_scale", torch.ones(64, 2), r"expected \(64, 3\): groups of 32 inputs"),
     ("4 bits", "weight_shape", None, "weight_shape is missing, found only"),
-    ("4 bits", "weight_shape", torch.tensor([64, 0]), r"weight_shape holds \[64, 0\]"),
+    ("4 bits", "weight_shape", torch.tensor([64, 0]), r"weight_shape is \[64, 0\]"),
     ("4 bits, zeros", "weight_zero_point", None, "weight_zero_point is missing"),
     ("8 bits", "weight_scale", torch.ones(5, 1), r"expected \(64, 1\)"),
     ("nvfp4", "weight_global_scale", None, "weight_global_scale is missing"),

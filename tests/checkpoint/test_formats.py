@@ -148,7 +148,7 @@ def test_a_model_answers(tmp_path: Path) -> None:
 REFUSED = [
     ({"quant_method": "aqlm"}, "quant_method is 'aqlm', supported: 'awq', .*'gptq'"),
     (gptq(5), "bits is 5, supported: 2, 3, 4, 8"),
-    (gptq(group_size=0), "group_size is 0, expected -1 and integers above 0"),
+    (gptq(group_size=0), "group_size is 0, expected -1 or an integer of at least 1"),
     (gptq(checkpoint_format="marlin"), "checkpoint_format is 'marlin', supported: gptq"),
     (gptq(dynamic={"+:(": {}}), "dynamic holds .*not a valid regular expression"),
     (gptq(dynamic=[1]), r"dynamic is \[1\], expected an object"),
@@ -172,7 +172,7 @@ DAMAGED = [
     ("gptq-4", "qzeros", torch.ones(3, 7, dtype=torch.int32), r"expected \(3, 8\): 4 bits"),
     ("gptq-4", "qweight", torch.ones(12, dtype=torch.int32), r"expected \[in \* 4 / 32, out\]"),
     ("gptq-4", "g_idx", torch.full((96,), 3), "contains the groups 3 to 3, expected 0 to 2"),
-    ("gptq-4", "g_idx", torch.zeros(96), "puts other than 32 inputs into a group"),
+    ("gptq-4", "g_idx", torch.zeros(96), "groups of different sizes, expected 32 inputs"),
     ("awq", "qzeros", torch.ones(2, 8, dtype=torch.int32), r"qzeros has shape \(2, 8\), expected"),
     ("awq", "scales", None, "scales is missing, found only qweight, qzeros"),
     ("awq-gemv", "scales", torch.ones(64, 3), r"scales has shape \(64, 3\), expected"),

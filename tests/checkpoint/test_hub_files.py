@@ -112,7 +112,7 @@ def test_safetensors_come_before_gguf_unless_one_is_named() -> None:
         (
             "o/r:Q4_0",
             ["x-Q4_0-00002-of-00002.gguf", "x-Q8_0.gguf"],
-            "o/r:Q4_0: 1 of the model's 2 parts are there\nhint: o/r:Q8_0",
+            "o/r:Q4_0: the repository has 1 of the model's 2 parts\nhint: o/r:Q8_0",
         ),
     ],
 )

@@ -113,7 +113,7 @@ def test_what_the_cache_has_is_chosen_from_without_a_network(hub, tmp_path):
     code, _, err = octavo(hub, tmp_path, "pull", f"{NAME}:Q8_0", **offline)
     assert code == 2
     assert (
-        f"{NAME} has no quantization Q8_0: available are F16 in the cache, and the Hugging Face Hub"
+        f"{NAME} has no quantization Q8_0: available are F16 (in the cache; the Hugging Face Hub"
         in err
     )
     code, _, err = octavo(hub, tmp_path, "pull", "maker/other:Q8_0", **offline)

@@ -59,11 +59,14 @@ def change_tensors(path, change):
         ({"lora_alpha": "8"}, "lora_alpha is '8'"),
         ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\] is 0"),
         ({"rank_pattern": {"(": 4}}, "cannot be read"),
-        ({"rank_pattern": [1]}, "rank_pattern is not an object"),
-        ({"use_dora": True}, "has no magnitude beside use_dora"),
+        ({"rank_pattern": [1]}, "rank_pattern: got .1., expected an object"),
+        (
+            {"use_dora": True},
+            "has no magnitude vector, but adapter_config.json sets use_dora to True",
+        ),
         ({"use_dora": "yes"}, "use_dora is 'yes', expected true or false"),
         ({"bias": "some"}, "bias is 'some', expected none, all, lora_only"),
-        ({"r": 5}, "gives it the rank 5"),
+        ({"r": 5}, "sets rank 5"),
     ],
 )
 def test_a_config_is_refused_by_the_key(adapter, values, message):
@@ -86,15 +89,18 @@ def put(name, array):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(A), "q_proj has lora_B without its counterpart"),
-        (lambda tensors: tensors.clear(), "no tensor of the adapter changes a module"),
-        (rename(A, A.replace("q_proj", "q_prod")), "has lora_A without its counterpart"),
-        (put(A, np.zeros((4, 65), np.float32)), "A of .*q_proj has shape .4, 65., .*wants .4, 64."),
+        (lambda tensors: tensors.pop(A), "q_proj has lora_B, but no lora_A"),
+        (lambda tensors: tensors.clear(), "the adapter has no tensors for modules"),
+        (rename(A, A.replace("q_proj", "q_prod")), "has lora_A, but no lora_B"),
+        (
+            put(A, np.zeros((4, 65), np.float32)),
+            "A of .*q_proj has shape .4, 65., .*expected .4, 64.",
+        ),
         (put(B, np.zeros((63, 4), np.float32)), "B of .*q_proj has shape"),
         (put(A, np.full((4, 64), np.nan, np.float32)), "contains NaN or infinite values"),
         (put(B, np.full((64, 4), np.inf, np.float32)), "contains NaN or infinite values"),
         (put(A, np.zeros((4, 64), np.int8)), "int8|I8"),
-        (put(A, np.zeros(4, np.float32)), "gives it the rank 4"),
+        (put(A, np.zeros(4, np.float32)), "sets rank 4"),
         (
             put("base_model.model.lm_head.weight", np.zeros((2, 2), np.float32)),
             "not part of a supported LoRA",
@@ -109,7 +115,7 @@ def put(name, array):
         ),
         (
             put("base_model.model.model.layers.0.self_attn.q_proj.bias", np.zeros(64, np.float32)),
-            "a bias of .*q_proj, which has none",
+            "a bias for .*q_proj, this model has none",
         ),
     ],
 )
@@ -187,13 +193,13 @@ def test_a_gain_that_is_not_finite_is_refused(tmp_path):
     path = save_adapter(tiny_model("llama"), tmp_path, r=2, use_dora=True)
     magnitude = A.replace("lora_A.weight", "lora_magnitude_vector")
     change_tensors(path, put(magnitude, np.full(64, 3.4e38, np.float32)))
-    with pytest.raises(SetupError, match="DoRA's gain"):
+    with pytest.raises(SetupError, match="a DoRA magnitude"):
         read_adapter(tiny_model("llama").path, path)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     path = save_adapter(tiny_model("gpt2"), tmp_path)
-    with pytest.raises(SetupError, match=r"this model has no linear h\.0\.attn\.c_attn"):
+    with pytest.raises(SetupError, match=r"this model has no linear layer h\.0\.attn\.c_attn"):
         read_adapter(tiny_model("llama").path, path)
 
 

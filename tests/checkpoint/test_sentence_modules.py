@@ -89,12 +89,20 @@ def test_without_modules_nothing_is_guessed(tmp_path: Path) -> None:
         ("modules.json", [{"type": "Pooling", "path": "../x"}], "is outside the folder"),
         ("modules.json", [{"type": "Pooling", "path": "/x"}], "is outside the folder"),
         ("modules.json", [{"type": "Pooling", "path": "2_Pooling"}], "the file is missing"),
-        ("1_Pooling/config.json", {"pooling_mode": 3}, "pooling_mode should be a name, is 3"),
-        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "specifies no pooling"),
-        ("1_Pooling/config.json", {"pooling_mode_cls_token": 1}, "should be true or false, is 1"),
-        ("sentence_bert_config.json", {"max_seq_length": 0}, "should be 1 or more, is 0"),
-        ("sentence_bert_config.json", {"max_seq_length": True}, "should be 1 or more, is True"),
-        ("sentence_bert_config.json", {"do_lower_case": "no"}, "should be true or false, is 'no'"),
+        ("1_Pooling/config.json", {"pooling_mode": 3}, "pooling_mode: got 3, expected a string"),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "no pooling mode is set"),
+        ("1_Pooling/config.json", {"pooling_mode_cls_token": 1}, "got 1, expected true or false"),
+        (
+            "sentence_bert_config.json",
+            {"max_seq_length": 0},
+            "got 0, expected an integer of at least 1",
+        ),
+        (
+            "sentence_bert_config.json",
+            {"max_seq_length": True},
+            "got True, expected an integer of at least 1",
+        ),
+        ("sentence_bert_config.json", {"do_lower_case": "no"}, "got 'no', expected true or false"),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, content: Any, message: str) -> None:

@@ -115,9 +115,9 @@ def test_tokenizer_json_comes_first(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model_type": "unigram"}, "of kind 'unigram', supported: 'bpe'"),
-        ({"normalization_rule_name": "nmt_nfkc"}, "that normalizes text"),
-        ({"remove_extra_whitespaces": True}, "that normalizes text"),
+        ({"model_type": "unigram"}, "of type 'unigram', expected 'bpe'"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "that normalize text"),
+        ({"remove_extra_whitespaces": True}, "that normalize text"),
     ],
 )
 def test_other_kinds_are_refused_by_name(tmp_path, options, message):

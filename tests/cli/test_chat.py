@@ -63,7 +63,7 @@ def test_undo_and_retry_go_back_one_question(talk):
     first, other = expected([[user("one")], [user("two")]])
     out, messages = talk("/undo", "one", "/retry", "/undo", "two")
     assert out == lines_of(first, first, other)
-    assert "no question has been asked yet" in messages and "taken back: one" in messages
+    assert "no question has been asked yet" in messages and "removed: one" in messages
 
 
 def test_a_message_of_several_lines_is_one_message(talk):

@@ -92,7 +92,7 @@ def test_ctrl_c_stops_the_answer_and_what_came_is_kept(chat, known):
     terminal.until("half")  # the line editor reads keys from now on
     time.sleep(0.2)  # a signal that comes while a key is read waits for the next key
     terminal.press("\x03")
-    terminal.until("(Ctrl-D or /bye ends)")
+    terminal.until("(Ctrl-D or /bye quits)")
     terminal.press("then\n")
     terminal.until("tok/s")
     terminal.press("/exit\n")

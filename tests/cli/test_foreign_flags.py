@@ -111,7 +111,7 @@ def test_sampling_values_become_options_or_defaults(row):
                 field = OVERRIDE_NAMES.get(field, field)
                 assert translated(path, name, "2") == [f'{OVERRIDES}={{"{field}": 2}}']
             else:
-                with pytest.raises(ConfigError, match=f"octavo {path} does not have it"):
+                with pytest.raises(ConfigError, match=f"not supported by octavo {path}"):
                     translated(path, name, "2")
 
 
@@ -173,9 +173,9 @@ def test_values_are_converted(given, made):
     ("given", "message"),
     [
         (["-ctk", "q4_0"], "-ctk: got 'q4_0': expected f32, f16, bf16, q8_0"),
-        (["-ctk", "q8_0", "-ctv", "f16"], "-ctv: got bf16, and int8 by -ctk"),
+        (["-ctk", "q8_0", "-ctv", "f16"], "-ctv: got bf16, but -ctk is int8"),
         (["-t"], "-t: got no value"),
-        (["--ssl-cert-file", "x"], "--ssl-certfile in Octavo; octavo run does not have it"),
+        (["--ssl-cert-file", "x"], "(--ssl-certfile in Octavo), not supported by octavo run"),
         (["--cors-origins", "a,b"], "--cors-origins: got 'a,b': give --allow-origin once for each"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",

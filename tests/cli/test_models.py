@@ -119,7 +119,7 @@ def test_a_short_name_that_is_not_fetched_is_not_fetched_to_be_described(
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
     done = octavo("models", "gemma3-270m")
     assert done.code == 2
-    assert "is not fetched yet" in done.err and "octavo pull gemma3-270m" in done.err
+    assert "is not downloaded yet" in done.err and "octavo pull gemma3-270m" in done.err
     assert not list(tmp_path.iterdir())
 
 

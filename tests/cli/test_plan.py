@@ -381,7 +381,7 @@ def test_serve_refuses_what_does_not_fit_before_it_loads(octavo, tmp_path, monke
         "bench", "latency", f"--model={tmp_path / 'model'}", "--skip-tokenizer-init", "--threads=1"
     )
     assert (
-        ended.code == 2 and "does not fit: expected" in ended.err and "MiB are missing" in ended.err
+        ended.code == 2 and "does not fit: requires" in ended.err and "MiB are missing" in ended.err
     )
 
 

@@ -51,8 +51,8 @@ def test_a_wrong_line_of_a_trace_is_named(octavo, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "line 21: no JSON: "),
-        (b'"\xff"', "line 21: no JSON: "),
+        (b"{", "line 21: not valid JSON: "),
+        (b'"\xff"', "line 21: not valid JSON: "),
         (b"[1]", "line 21: got [1], expected an object with timestamp"),
         (b'{"timestamp": -1, "input_length": 1, "output_length": 1}', "line 21: timestamp: got -1"),
         (b'{"timestamp": 1e300, "input_length": 1, "output_length": 1}', "expected at most"),
@@ -112,7 +112,7 @@ def test_requests_that_an_engine_cannot_take_are_told(
     log = recording(tmp_path / "log")
     ended = octavo("plan", f"--trace={path}", f"--costs={log}", "--machines=1")
     assert ended.code == code
-    assert f"{num_long} of {20 + num_long} requests of trace have as many tokens as" in ended.err
+    assert f"{num_long} of {20 + num_long} requests of trace reach the context of" in ended.err
 
 
 def test_an_objective_that_every_rate_meets_says_so(octavo, tmp_path: Path) -> None:

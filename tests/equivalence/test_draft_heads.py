@@ -161,7 +161,7 @@ def test_an_int8_head_changes_no_bit(heads):
     ("options", "message"),
     [
         ({"spec_method": "eagle3"}, "spec_model: got None"),
-        ({"spec_method": "mtp", "spec_model": "x"}, "require spec_model"),
+        ({"spec_method": "mtp", "spec_model": "x"}, "with spec_method mtp, expected none"),
         ({"spec_method": "mtp", "kv_cache": False}, "with kv_cache"),
     ],
 )
@@ -187,14 +187,14 @@ def test_a_head_that_nothing_reads_is_told(heads, method):
 
 
 def test_a_model_that_is_no_head_is_refused():
-    with pytest.raises(UnsupportedModel, match="allowed with spec_method eagle3"):
+    with pytest.raises(UnsupportedModel, match="expected an EAGLE-3 head"):
         make_llm(spec_method="eagle3", spec_model=str(tiny_model("llama").path))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 32}, "head is for a model of 320 ids and rows of 32"),
+        ({"hidden_size": 32}, "the head has vocab_size 320 and hidden_size 32"),
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
         ({"draft_vocab_size": 190}, "lm_head.weight has shape"),
         ({"surprise": 3}, "surprise = 3 is unknown"),
@@ -216,5 +216,7 @@ def test_a_tensor_that_is_left_over_is_refused(tmp_path):
     file = eagle3(tmp_path) / "model.safetensors"
     save_file(load_file(file) | {"layers.1.mlp.weight": np.zeros((2, 2), np.float32)}, file)
     target = tiny_model("llama", num_hidden_layers=7)
-    with pytest.raises(WeightMismatch, match=r"layers\.1\.mlp\.weight is not read"):
+    with pytest.raises(
+        WeightMismatch, match=r"layers\.1\.mlp\.weight, which EAGLE-3 heads do not have"
+    ):
         make_llm(model_path=target.path, spec_method="eagle3", spec_model=str(tmp_path))

@@ -49,7 +49,9 @@ class Setup:
         """Tells whether the backend refuses these options, and checks that it says so."""
         if self.backend != "torch" or options.get("kv_layout") != "virtual":
             return False
-        with pytest.raises(ConfigError, match="kv_layout: virtual is not for the backend torch"):
+        with pytest.raises(
+            ConfigError, match="kv_layout: virtual is not supported by the torch backend"
+        ):
             self.llm(**options)
         return True
 

@@ -140,7 +140,7 @@ def test_experts_beside_other_options(options: dict[str, Any]) -> None:
     [
         ({"family": "llama"}, "expert_parallel_size: got 2, but decoder has no experts"),
         ({"expert_parallel_size": 99}, "expert_parallel_size: got 99, but decoder has 7 experts"),
-        ({"backend": "reference"}, "expert_parallel_size: got 2, requires the backends"),
+        ({"backend": "reference"}, "expert_parallel_size: got 2, requires the native or torch"),
         ({"num_scheduler_steps": 4}, "got 4, expected 1 with expert_parallel_size 2"),
         ({"enable_lora": True}, "enable_lora: not supported with expert_parallel_size 2"),
     ],

@@ -118,7 +118,7 @@ def test_stages_keep_to_a_form() -> None:
     ("options", "message"),
     [
         ({"pipeline_parallel_size": 9}, r"got 9, but decoder can be split at only 3 points"),
-        ({"backend": "torch", "device": "cpu"}, "requires the backends native and reference"),
+        ({"backend": "torch", "device": "cpu"}, "requires the native or reference backend"),
         ({"spec_method": "ngram"}, "not supported with spec_method ngram"),
         ({"kv_offloading_size": 1 << 20}, "not supported with kv_offloading_size 1048576"),
         ({"num_scheduler_steps": 4}, "got 4, expected 1 with pipeline_parallel_size 2"),

@@ -352,7 +352,9 @@ def test_an_earlier_answer_is_guessed_in_a_later_one():
 
 
 def test_a_history_is_for_suffixes():
-    with pytest.raises(ConfigError, match="spec_history: got 1024 with spec_method ngram"):
+    with pytest.raises(
+        ConfigError, match="spec_history: requires spec_method suffix or auto, got ngram"
+    ):
         make_llm(spec_method="ngram", spec_history=1024)
 
 

@@ -198,7 +198,7 @@ def test_a_window_gives_back_what_it_has_passed() -> None:
 def test_prefix_caching_is_refused_by_name() -> None:
     with pytest.raises(
         ConfigError,
-        match=("kv_layout: virtual does not share blocks, which prefix caching requires"),
+        match="kv_layout: virtual is not supported with enable_prefix_caching",
     ):
         make_llm(kv_layout="virtual")
 
@@ -210,5 +210,7 @@ def test_so_is_the_prefix_cache_off_the_device(option: str) -> None:
 
 
 def test_so_is_a_backend_that_gives_no_memory_on_demand() -> None:
-    with pytest.raises(ConfigError, match="kv_layout: virtual is not for the backend torch"):
+    with pytest.raises(
+        ConfigError, match="kv_layout: virtual is not supported by the torch backend"
+    ):
         make_llm(kv_layout="virtual", enable_prefix_caching=False, backend="torch")

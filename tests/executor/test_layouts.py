@@ -57,7 +57,7 @@ def test_programs_of_one_model_must_agree_on_their_layouts():
     assert get_common_layouts({"encoder": precise, "decoder": precise}) == precise.kv_layouts
     with pytest.raises(
         ConfigError,
-        match="the Programs encoder and decoder keep K and V differently, got fp32 and bf16\n"
+        match="the Programs encoder and decoder use different KV cache dtypes, got fp32 and bf16\n"
         "hint: set kv_cache_dtype",
     ):
         get_common_layouts({"encoder": precise, "decoder": halved})

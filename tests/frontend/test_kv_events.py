@@ -287,7 +287,7 @@ def test_an_engine_publishes_what_its_prompts_leave(context):
     [
         ("nonsense", "kv_events_config: "),
         ('{"endpoit": "tcp://127.0.0.1:1"}', "unknown field `endpoit`"),
-        ('{"endpoint": "127.0.0.1:5557"}', r"expected tcp://HOST:PORT and ipc://PATH"),
+        ('{"endpoint": "127.0.0.1:5557"}', r"expected tcp://HOST:PORT or ipc://PATH"),
         ('{"endpoint": "tcp://127.0.0.1:0"}', "got 'tcp://127.0.0.1:0'"),
         ('{"endpoint": "tcp://*:5557"}', "which other machines can reach, without secret"),
         ('{"replay_endpoint": "tcp://0.0.0.0:5558"}', "replay_endpoint: got the host '0.0.0.0'"),

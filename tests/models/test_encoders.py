@@ -126,5 +126,5 @@ def test_reference_reads_segments_as_transformers(saved: Any) -> None:
 
 def test_a_pooling_is_never_guessed() -> None:
     config = encoder_config("bert") | {"pooling": None}
-    with pytest.raises(UnsupportedModel, match=r"pooling is None, expected cls, mean, last"):
+    with pytest.raises(UnsupportedModel, match=r"pooling mode is None, expected cls, mean, last"):
         build_programs(config)

@@ -176,7 +176,7 @@ REFUSED = [
     (
         "llama4_text",
         {"layer_types": ["sliding_attention"] * 4},
-        "expected a list of 4 of chunked_attention and full_attention",
+        "expected 4 entries from chunked_attention, full_attention",
     ),
     (
         "gemma3_text",

@@ -59,8 +59,8 @@ def test_indices_of_attention_layers_are_layer_types():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"layer_types": ["conv"]}, "layer_types is .'conv'., expected a list of 4"),
-        ({"layer_types": ["mamba"] * 4}, "of full_attention and conv"),
+        ({"layer_types": ["conv"]}, "layer_types is .'conv'., expected 4 entries"),
+        ({"layer_types": ["mamba"] * 4}, "from full_attention, conv"),
         ({"layer_types": None, "full_attn_idxs": [4]}, "full_attn_idxs is .4., expected 0 to 3"),
         ({"conv_L_cache": 0}, "conv_L_cache is 0, expected an integer from 1 to 64"),
         ({"conv_dim": 24}, "conv_dim is 24, supported: 48"),

@@ -149,7 +149,7 @@ def change(folder, array):
         ({"lora_path": "truncated"}, "not a valid safetensors file"),
         ({"lora_path": "rank0"}, "r is 0, expected"),
         ({"lora_path": "nan"}, "contains NaN or infinite values"),
-        ({"lora_path": "wide"}, "has shape (4, 65), this model wants (4, 64)"),
+        ({"lora_path": "wide"}, "has shape (4, 65), expected (4, 64)"),
         ({"lora_path": ""}, "lora_path"),
         ({"lora_name": "a b"}, "lora_name: got 'a b', expected"),
         ({"lora_name": "../bad"}, "lora_name: got '../bad', expected"),
@@ -271,7 +271,7 @@ def test_one_of_many_that_load_a_name_at_once_gets_it(http, operator):
 def test_a_module_that_cannot_be_read_is_refused(module, message):
     with pytest.raises(ConfigError, match=message) as refused:
         LoraModule.parse(module)
-    assert refused.value.hint == "give NAME=PATH"
+    assert refused.value.hint == "use NAME=PATH"
 
 
 def test_a_module_names_its_model():

@@ -333,7 +333,7 @@ TOOL = [{"name": "f", "input_schema": {}}]
             "output_config.effort: got 'low', but the model's chat template has no such",
         ),
         ("ollama", {"formt": "json"}, "formt: no such field (hint: did you mean format?)"),
-        ("ollama", {"format": "xml"}, "format: got 'xml', expected 'json' and a JSON schema"),
+        ("ollama", {"format": "xml"}, "format: got 'xml', expected 'json' or a JSON schema"),
         ("ollama", {"tools": [{"type": "function"}]}, "tools[0].function: field required"),
         ("ollama", {"think": True}, 'think: got True, but "tiny" does not support thinking'),
         ("ollama", {"options": {"num_ctx": 513}}, "options.num_ctx: got 513, expected at most"),

@@ -79,7 +79,7 @@ def test_requests_beyond_the_limit_are_told_when_to_come_again(keyed):
         assert last.headers["x-ratelimit-reset-requests"].endswith("s")
         error = last.json()["error"]
         assert error["type"] == "RateLimitError"
-        assert error["message"].startswith("this key is limited to 3 requests a minute, 0 left")
+        assert error["message"].startswith("this key is limited to 3 requests per minute, 0 left")
         own = {"Authorization": "Bearer sk-ada"}
         assert http.get("/v1/models", headers=own).status_code == 200, "only work is counted"
 
@@ -91,12 +91,10 @@ def test_tokens_of_prompts_and_answers_are_counted(keyed):
         after = http.get("/v1/models", headers={"x-api-key": "sk-bob"})
         assert int(after.headers["x-ratelimit-remaining-tokens"]) <= 40 - 3 - 30 + 2
         refused = ask(http, "sk-bob", prompt=[5] * 20)
-        assert refused.status_code == 429 and "40 tokens a minute" in refused.text
+        assert refused.status_code == 429 and "40 tokens per minute" in refused.text
         too_long = ask(http, "sk-bob", prompt=[5] * 41)
         assert too_long.status_code == 400
-        assert (
-            "41 tokens, this key is limited to 40 a minute" in too_long.json()["error"]["message"]
-        )
+        assert "got 41 tokens, expected at most 40" in too_long.json()["error"]["message"]
 
 
 def test_one_request_at_a_time_where_the_key_says_so(keyed):

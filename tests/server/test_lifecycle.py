@@ -287,7 +287,7 @@ def test_what_keeps_it_from_starting_is_said_in_a_line(start, tmp_path, fault, m
     [
         (
             "--prefix-cache-dir=/proc/nowhere",
-            "prefix_cache_dir: /proc/nowhere cannot be written into",
+            "prefix_cache_dir: cannot write to /proc/nowhere",
         ),
         ("--prefix-cache-size=1", "prefix_cache_size: got 1, expected at least one block"),
         ("--kv-offloading-size=1B", "kv_offloading_size: got 1 B, expected at least one block"),

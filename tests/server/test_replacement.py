@@ -97,7 +97,7 @@ def test_an_engine_that_has_lost_a_rank_is_replaced(start):
     (after,) = children_of(server.core_pid)
     assert runs(after)
     reason = "rank 1 of 2 has ended (killed by signal 9)"
-    check_replaced(server, f"the engine can compute nothing any more: {reason}")
+    check_replaced(server, f"the engine cannot run further steps: {reason}")
 
 
 def test_an_idle_engine_that_is_killed_is_replaced(start):

@@ -138,7 +138,7 @@ def test_failures_are_the_callers() -> None:
     ):
         tokenizer("{{ ''.__class__.__mro__ }}").apply_chat_template(TALK)
     with pytest.raises(
-        InvalidRequest, match="no chat template\nhint: give one with --chat-template"
+        InvalidRequest, match="no chat template\nhint: set one with --chat-template"
     ):
         tokenizer(None).apply_chat_template(TALK)
 
@@ -204,7 +204,7 @@ def test_a_continued_message_ends_the_prompt(template: str, content: str) -> Non
 
 
 def test_a_template_that_leaves_the_last_message_out_continues_nothing() -> None:
-    with pytest.raises(InvalidRequest, match="leaves the last message's text out"):
+    with pytest.raises(InvalidRequest, match="drops the text of the last message"):
         tokenizer(PASSED_OVER).apply_chat_template(TALK, Rendering(False, True))
 
 

@@ -199,7 +199,7 @@ def test_unknown_kinds_are_named(tmp_path: Path) -> None:
         load_tokenizer(bpe_source("wild"), strict=True)
     vocabulary = Vocabulary("rwkv", "default", [b"a"], [1])
     with pytest.raises(
-        UnsupportedModel, match="tokenizer model 'rwkv', supported in GGUF are gpt2, gemma4"
+        UnsupportedModel, match="tokenizer model 'rwkv', supported in GGUF: gpt2, gemma4"
     ):
         load_tokenizer(bpe_source("smollm", vocabulary=vocabulary))
     for damaged in (

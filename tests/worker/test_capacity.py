@@ -61,15 +61,15 @@ def test_a_shortfall_is_named():
         found.check("big")
     assert (
         error.value.message
-        == "big does not fit: expected 322.0 MiB (weights 100.0 MiB, a step 20.0 MiB, KV cache"
-        " 10.0 MiB for one request of 160 tokens), free are 317.0 MiB; 5.0 MiB are missing"
+        == "big does not fit: requires 322.0 MiB (weights 100.0 MiB, a step 20.0 MiB, KV cache"
+        " 10.0 MiB for one request of 160 tokens); 317.0 MiB are free, 5.0 MiB are missing"
     )
     assert "octavo plan" in error.value.hint
     assert (
         capacity(memory=10).max_context() == 0 and capacity(memory=10).shortfall_bytes == 120 * MIB
     )
     with pytest.raises(
-        ConfigError, match=r"KV cache 900.0 MiB\), free are 1.2 GiB; 20.0 MiB are missing"
+        ConfigError, match=r"KV cache 900.0 MiB\); 1.2 GiB are free, 20.0 MiB are missing"
     ):
         capacity(wanted=900).check("big")
 

@@ -81,7 +81,7 @@ def test_an_end_is_told_once_by_its_number() -> None:
     links[0].when_lost(lambda error: (told.append(error.message), loss.set()))
     links[2].close()
     assert loss.wait(SOON_S)
-    assert told == ["engine 2 of 3, which has a part of the experts, has ended"]
+    assert told == ["engine 2 of 3 has ended; its experts are missing"]
     assert isinstance(links[1].await_loss(SOON_S), PeerEngineDead)
     for one in links[:2]:
         one.close()

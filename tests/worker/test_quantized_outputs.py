@@ -177,7 +177,7 @@ def test_a_users_own_directory_is_left_alone(tmp_path: Path) -> None:
     own = tmp_path / "out.partial"
     own.mkdir()
     (own / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"out\.partial exists, in which the model would be"):
+    with pytest.raises(ConfigError, match=r"out\.partial exists, the directory for temporary"):
         quantize(tiny_model("llama", **SIZES).path, tmp_path / "out", recipe())
     assert (own / "thesis.txt").read_text() == "years of work"
 
@@ -246,7 +246,7 @@ def test_numbers_beyond_every_scale_are_refused(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name][3, 5] = 1e6
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(WeightMismatch, match=f"{name} holds numbers of up to 1e.06, scales"):
+    with pytest.raises(WeightMismatch, match=f"{name} has values up to 1e.06, expected"):
         quantize(source, tmp_path / "out", recipe())
 
 
@@ -254,8 +254,8 @@ def test_numbers_beyond_every_scale_are_refused(tmp_path: Path) -> None:
     ("length", "vocabulary", "message"),
     [
         (512, None, "calibration-length: got 512, .* up to the model's context of 64 tokens"),
-        (40, None, "calibration-length: got 40, expected multiples of 16"),
-        (16, 40, "tokenizer: the text has the id .*, .* has 40 tokens"),
+        (40, None, "calibration-length: got 40, expected a multiple of 16"),
+        (16, 40, "tokenizer: the text has token id .*, expected at most 39"),
     ],
 )
 def test_texts_that_do_not_suit_the_model(

@@ -106,7 +106,7 @@ class Awq(ByModule):
         check_type(words, WORDS, "qweight", module)
         check_type(zeros, WORDS, "qzeros", module)
         if words.ndim != 2:
-            raise WeightMismatch(f"{module}.qweight has shape {words.shape}, expected two axes")
+            raise WeightMismatch(f"{module}.qweight has shape {words.shape}, expected two dims")
         if self._by_output:
             num_inputs = words.shape[1] * PER_WORD
             group = min(self._group or num_inputs, num_inputs)

@@ -250,7 +250,10 @@ def _shape(module: str, tensors: Tensors, scheme: IntScheme) -> tuple[int, int]:
     stored = get_required(tensors, "weight_shape", module)
     check_type(stored, INDICES, "weight_shape", module)
     if stored.shape != (2,) or stored.min() < 1:
-        raise WeightMismatch(f"{module}.weight_shape holds {shown(stored.tolist())}, expected two")
+        raise WeightMismatch(
+            f"{module}.weight_shape is {shown(stored.tolist())}, expected two integers of at"
+            " least 1"
+        )
     outputs, inputs = map(int, stored)
     words = (outputs, num_words(inputs, scheme.bits))
     why = f"{scheme.bits} bits for each of {outputs} x {inputs}"

@@ -170,8 +170,8 @@ def by_group(index: NDArray, group: int, num_inputs: int, module: str) -> NDArra
     order = np.argsort(index, kind="stable")
     if (index[order] != expected).any():
         raise WeightMismatch(
-            f"{module}.g_idx puts other than {group} inputs into a group",
-            hint="groups of unequal size are not supported: use another checkpoint of the model",
+            f"{module}.g_idx has groups of different sizes, expected {group} inputs in each",
+            hint="use another checkpoint of the model",
         )
     return None if (index == expected).all() else order.astype(np.int32)
 

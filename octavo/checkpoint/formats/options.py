@@ -52,5 +52,7 @@ def group_size(config: Mapping[str, Any], key: str = "group_size") -> int | None
     if value is None or (type(value) is int and value == -1):
         return None
     if type(value) is not int or not 0 < value <= MAX_GROUP:
-        raise quantization_error(f"{key} is {shown(value)}, expected -1 and integers above 0")
+        raise quantization_error(
+            f"{key} is {shown(value)}, expected -1 or an integer of at least 1"
+        )
     return value

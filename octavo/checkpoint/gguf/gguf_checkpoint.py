@@ -87,7 +87,7 @@ class GgufCheckpoint:
         architecture = self.file.metadata.get("general.architecture")
         if not isinstance(architecture, str) or architecture not in FAMILIES:
             raise UnsupportedModel(
-                f"{path}: architecture {architecture!r}, supported in GGUF are"
+                f"{path}: got the architecture {architecture!r}, supported in GGUF:"
                 f" {', '.join(FAMILIES)}"
             )
         self.architecture: str = architecture

@@ -86,8 +86,8 @@ def _by_key_head(width_key: str | None, keys_before: int = 0) -> RowOrder:
         width = 1 if width_key is None else config[width_key]
         if num_values % num_keys or num_rows != first + num_values * width:
             raise WeightMismatch(
-                f"{num_rows} rows, expected {first + num_values * width} of {num_values} value"
-                f" heads for {num_keys} key heads"
+                f"got {num_rows} rows, expected {first + num_values * width} for {num_values}"
+                f" value heads and {num_keys} key heads"
             )
         heads = first + np.arange(num_values * width).reshape(num_values // num_keys, num_keys, -1)
         return np.concatenate([np.arange(first), heads.swapaxes(0, 1).reshape(-1)])

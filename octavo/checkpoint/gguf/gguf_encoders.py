@@ -30,7 +30,7 @@ def pooling_config(header: Header) -> Config:
         return {}
     if kind not in POOLING_MODES:
         raise UnsupportedModel(
-            f"{header.file.path}: pooling_type is {kind!r}, supported in GGUF are"
+            f"{header.file.path}: pooling_type is {kind!r}, supported in GGUF:"
             f" {', '.join(map(str, POOLING_MODES))} ({', '.join(POOLING_MODES.values())})"
         )
     return {"pooling": {"mode": POOLING_MODES[kind], "normalize": True}}

@@ -93,8 +93,8 @@ class Header:
         value = self.number(key, default)
         if not isinstance(value, int) or value < 1:
             raise WeightMismatch(
-                f"{self.file.path}: {self.architecture}.{key} is {value!r}, expected a whole"
-                " number of at least 1"
+                f"{self.file.path}: {self.architecture}.{key} is {value!r}, expected an"
+                " integer of at least 1"
             )
         return value
 
@@ -106,8 +106,8 @@ class Header:
                 continue
             if not np.isin(value, neutral).all():
                 raise UnsupportedModel(
-                    f"{self.file.path}: {self.architecture}.{key} is {value!r}, supported for this"
-                    f" architecture is {' or '.join(map(str, neutral))}"
+                    f"{self.file.path}: {self.architecture}.{key} is {value!r}, expected"
+                    f" {' or '.join(map(str, neutral))} for this architecture"
                 )
 
     def num_rows(self, tensor: str) -> int:
@@ -129,8 +129,8 @@ class Header:
         count = len({name.removeprefix(f"{stack}.").split(".")[0] for name in names})
         if stated != count:
             raise WeightMismatch(
-                f"{self.file.path}: {self.architecture}.{key} is {stated}, the file has"
-                f" tensors of {count} blocks"
+                f"{self.file.path}: {self.architecture}.{key} is {stated}, but the file has"
+                f" the tensors of {count} layers"
             )
         return stated
 
@@ -249,7 +249,7 @@ def by_kv_head(config: Mapping[str, Any], num_rows: int) -> NDArray[np.intp]:
 
 def _split_heads(num_rows: int, heads: int) -> NDArray[np.intp]:
     if num_rows % heads:
-        raise WeightMismatch(f"{num_rows} rows, not divisible by {heads} heads")
+        raise WeightMismatch(f"got {num_rows} rows, expected a multiple of {heads} heads")
     return np.arange(num_rows)
 
 
@@ -299,8 +299,8 @@ def rope_scaling(header: Header) -> Config | None:
     kind = header.get("rope.scaling.type", "linear")
     if not isinstance(kind, str) or kind not in ("none", "linear", "yarn", "longrope"):
         raise UnsupportedModel(
-            f"{header.file.path}: rope scaling {kind!r}, supported in GGUF are none, linear and"
-            " yarn, and longrope"
+            f"{header.file.path}: rope.scaling.type is {kind!r}, supported in GGUF: none, linear,"
+            " yarn and longrope"
         )
     factor = 1.0 if kind == "none" else _rope_factor(header)
     if "rope_freqs.weight" in header.file.tensors:

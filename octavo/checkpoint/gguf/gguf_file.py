@@ -176,8 +176,8 @@ def _part_paths(path: Path, count: int) -> list[Path]:
     named = PART_NAME.fullmatch(path.name)
     if named is None or int(named["count"]) != count:
         raise WeightMismatch(
-            f"{path}: is one of {count} parts of a model, whose names end in -00001-of-{count:05}"
-            ".gguf and so on",
+            f"{path}: the model has {count} parts, expected file names that end in"
+            f" -00001-of-{count:05}.gguf and so on",
             hint="restore the original file names",
         )
     names = [f"{named['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
@@ -217,8 +217,8 @@ class _HeaderReader:
         version = self._u32()
         if version.to_bytes(4, "little") in (each.to_bytes(4, "big") for each in VERSIONS):
             raise UnsupportedModel(
-                f"{self.path}: a big-endian GGUF file, supported: little-endian ones",
-                hint="convert it with gguf_convert_endian.py of llama.cpp",
+                f"{self.path}: got a big-endian GGUF file, expected a little-endian one",
+                hint="convert it with llama.cpp's gguf_convert_endian.py",
             )
         if version not in VERSIONS:
             raise UnsupportedModel(

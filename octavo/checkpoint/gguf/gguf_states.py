@@ -108,8 +108,8 @@ def _hybrid_config(header: Header, *, experts: bool = False) -> tuple[Config, li
     kv_heads = {count for count in by_layer if count}
     if len(kv_heads) > 1:
         raise UnsupportedModel(
-            f"{header.file.path}: attention.head_count_kv is {by_layer}, supported: one number"
-            " for all layers that attend"
+            f"{header.file.path}: attention.head_count_kv is {by_layer}, expected the same"
+            " number for all attention layers"
         )
     config = base_config(header, experts=experts, kv_heads=next(iter(kv_heads), 1))
     epsilon = header.get("attention.layer_norm_epsilon")  # Nemotron-H, whose norms subtract no mean
@@ -162,7 +162,7 @@ def _period(header: Header, name: str, chosen: Sequence[bool]) -> Config:
     period = places[1] - offset if len(places) > 1 else len(chosen) + 1
     if [layer % period == offset for layer in range(len(chosen))] != list(chosen):
         raise UnsupportedModel(
-            f"{header.file.path}: {name}s are {places}, expected evenly spaced layers"
+            f"{header.file.path}: the {name}s are {places}, expected evenly spaced layers"
         )
     return {f"{name}_period": period, f"{name}_offset": offset}
 

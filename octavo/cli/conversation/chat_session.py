@@ -44,17 +44,17 @@ SETTABLE = (
 """Sampling parameters that /set accepts."""
 ENDS = ("/bye", "/exit")
 HELP = """\
-/help                 shows this help
-/clear, /reset        starts over
-/show                 shows the model and its default sampling params
-/retry                regenerates the last answer
-/undo                 removes the last question and answer
-/system [TEXT]        shows or sets the system message; - removes it
-/set [NAME [VALUE]]   shows or sets sampling values; no value, the model's own
-/save FILE            writes the conversation to a file
-/load FILE            goes on with a conversation from a file
-/bye, /exit           ends, as Ctrl-D does
-Ctrl-C stops an answer. A message of several lines is written in triple quotes (\"\"\"), or with a
+/help                 show this help
+/clear, /reset        start a new conversation
+/show                 show the model and its default sampling params
+/retry                regenerate the last response
+/undo                 remove the last question and response
+/system [TEXT]        show or set the system message (-: remove it)
+/set [NAME [VALUE]]   show or set a sampling param; without VALUE, reset it
+/save FILE            save the conversation
+/load FILE            load a conversation
+/bye, /exit           quit (or Ctrl-D)
+Ctrl-C stops a response. Write a message of several lines in triple quotes (\"\"\"), or with a
 backslash at the end of each line but the last."""
 
 
@@ -98,7 +98,7 @@ class ChatSession:
             except KeyboardInterrupt:
                 if not self._input.is_terminal:
                     return _say("")
-                _say("\n(Ctrl-D or /bye ends)")
+                _say("\n(Ctrl-D or /bye quits)")
                 continue
             if entry.is_command and entry.text in ENDS:
                 return None
@@ -181,7 +181,7 @@ class ChatSession:
     def _undo(self, _: str) -> None:
         question = self._last_question()
         del self._messages[-2:]
-        _say(f"taken back: {question}")
+        _say(f"removed: {question}")
 
     def _set_system(self, text: str) -> None:
         from octavo.text.unicode import check_unicode

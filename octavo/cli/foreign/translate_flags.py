@@ -176,15 +176,15 @@ class Translation:
         before = self.given.setdefault(target, (name, value))
         if before[1] != value:
             raise ConfigError(
-                f"{name}: got {value}, and {before[1]} by {before[0]}: both are {target}"
+                f"{name}: got {value}, but {before[0]} is {before[1]}; both flags set {target}"
             )
         yield from (target, value)
 
     def _check_target(self, name: str, target: str, row: ForeignFlag) -> None:
         if target not in self.params:
-            called = "" if target == name else f", {target} in Octavo"
+            called = "" if target == name else f" ({target} in Octavo)"
             raise ConfigError(
-                f"{name}: a flag of {row.engine}{called}; {self.command} does not have it",
+                f"{name}: a flag of {row.engine}{called}, not supported by {self.command}",
                 hint="remove it; requests to a server can set it" if row.is_sampling else None,
             )
 

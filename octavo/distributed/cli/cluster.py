@@ -34,8 +34,8 @@ def cluster(
     ray_address: Annotated[
         str | None,
         typer.Option(
-            help="Connect to this Ray cluster, or auto",
-            show_default="a new one on this machine",
+            help="Connect to this Ray cluster (auto: detect it)",
+            show_default="start one",
             metavar="HOST:PORT",
         ),
     ] = None,
@@ -58,7 +58,7 @@ def cluster(
         if is_several and (keys.secret is None or keys.api_key is None):
             missing = SECRET_VARIABLE if keys.secret is None else KEY_VARIABLE
             raise ConfigError(
-                f"cluster: several machines, and no {missing} is set",
+                f"cluster: several machines require {missing}, which is not set",
                 hint=f"set {SECRET_VARIABLE} to a secret that the instances and the router share,"
                 f" and {KEY_VARIABLE} to the key that clients send",
             )

@@ -40,14 +40,14 @@ def check_machines(
     )
     if not fitting:
         raise ConfigError(
-            f"plan: {name}: no Ray machine has the required {requested}; there are"
+            f"plan: {name}: no Ray machine has the required {requested}; Ray has"
             f" {there or 'no machines'}",
             hint=hint,
         )
     if spread and len(fitting) < count:
         raise ConfigError(
-            f"plan: {name}: {count} instances or ranks require separate machines with {requested},"
-            f" and Ray has {len(fitting)}; there are {there}",
+            f"plan: {name}: requires {count} machines with {requested}, one for each instance or"
+            f" rank, got {len(fitting)}; Ray has {there}",
             hint=hint,
         )
 

@@ -217,14 +217,13 @@ def _check_group(plan: ClusterPlan, group: InstanceGroup) -> None:
         )
     if (group.role == "decode") != (group.peers is not None):
         raise ConfigError(
-            f"plan: {where}: role {group.role} with peers {group.peers}; the role decode requires"
-            f" peers, and other roles do not support them",
-            hint="list the group with the role prefill in peers",
+            f"plan: {where}: peers: got {group.peers} with role {group.role}",
+            hint="set peers to a group with role prefill if the role is decode, else remove it",
         )
     if group.peers is None:
         return
     if group.peers not in (other.name for other in plan.instances):
-        raise ConfigError(f"plan: {where}: peers: there is no group {group.peers!r}")
+        raise ConfigError(f"plan: {where}: peers: unknown group {group.peers!r}")
     peers = plan.group(group.peers)
     if peers.role != "prefill" or peers.model != group.model:
         raise ConfigError(
@@ -248,7 +247,7 @@ def _check_needs(where: str, cpus: float, resources: Mapping[str, float]) -> Non
             )
         if amount > 1 and amount != int(amount):
             raise ConfigError(
-                f"plan: {where}: {name}: got {amount:g}, expected an integer, or one below 1",
+                f"plan: {where}: {name}: got {amount:g}, expected an integer or a fraction below 1",
                 hint="Ray allocates whole units, or a fraction of one",
             )
 

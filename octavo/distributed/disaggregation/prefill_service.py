@@ -64,7 +64,7 @@ class PrefillService:
             self._socket.bind(endpoint(host, port))
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"kv_transfer_address: {host}:{port} cannot listen: {error}"
+                f"kv_transfer_address: cannot listen on {host}:{port}: {error}"
             ) from error
         self._task = asyncio.create_task(self._listen(self._socket))
 

@@ -271,7 +271,7 @@ class PrefillPeers:
             logger.warning(
                 "%s prefills for this engine%s",
                 peer.address,
-                "" if num_ranks == own else f", on {num_ranks} ranks: here are {own}",
+                "" if num_ranks == own else f", on {num_ranks} ranks (this engine has {own})",
             )
 
 

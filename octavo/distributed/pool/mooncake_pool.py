@@ -57,7 +57,7 @@ class MooncakePool:
     def register(self, memory: NDArray[np.uint8]) -> None:
         """Registers memory for values; it must outlive the store."""
         if self._store.register_buffer(memory.ctypes.data, memory.nbytes) != 0:
-            raise BackendUnavailable(f"kv_pool: {memory.nbytes:,} bytes cannot be registered")
+            raise BackendUnavailable(f"kv_pool: mooncake cannot register {memory.nbytes:,} bytes")
 
     def put(self, values: Sequence[StoreValue]) -> list[bool]:
         """Stores values; returns for each whether it is in the store afterwards."""
@@ -134,7 +134,7 @@ def _own_address(master: str) -> str:
             return own
     except OSError as error:
         raise ConfigError(
-            f"kv_pool: no response from {master} ({error}), tried for up to {CONNECT_S:g} s",
+            f"kv_pool: no response from {master} within {CONNECT_S:g} s: {error}",
             hint="start one: mooncake_master --rpc_port=50051",
         ) from error
 

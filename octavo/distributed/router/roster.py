@@ -52,7 +52,7 @@ class Roster:
                 await self._return(number, member)
                 return number
         if len(self._members) >= MAX_SERVERS:
-            raise InvalidRequest(f"url: {MAX_SERVERS} servers have joined, which is the maximum")
+            raise InvalidRequest(f"url: the router has {MAX_SERVERS} servers, the maximum")
         member = self._members.add(url)
         self._router.targets.append(member.target)
         number = len(self._members) - 1

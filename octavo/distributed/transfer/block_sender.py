@@ -367,7 +367,7 @@ def _listen(
     except zmq.ZMQError as error:
         router.close()
         raise ConfigError(
-            f"kv_transfer_address: its next port, {address}, cannot listen: {error}"
+            f"kv_transfer_address: cannot listen on {address}, the next port: {error}"
         ) from error
     return router
 

@@ -356,7 +356,7 @@ class KVConnector:
             got = f"the prompt's blocks have {num_bytes:,} bytes, and {pinned_bytes:,} are pinned"
             raise InvalidRequest(
                 f"{got}; expected at most {self.max_pinned_bytes:,}",
-                hint="raise prefix_cache_size, or unpin a prompt",
+                hint="raise prefix_cache_size, or unpin another prompt",
             )
 
     # -- steps -------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def _check_endpoint(name: str, address: str, secret: str | None) -> None:
     match = re.fullmatch(r"tcp://(?P<host>[^:/\s]+|\[[^\]\s]+\]):(?P<port>\d{1,5})", address)
     if match is None or not 0 < int(match["port"]) < 65536 - 64:
         raise ConfigError(
-            f"{name}: got {address!r}, expected tcp://HOST:PORT and ipc://PATH",
+            f"{name}: got {address!r}, expected tcp://HOST:PORT or ipc://PATH",
             hint="for example tcp://127.0.0.1:5557",
         )
     if not is_local(match["host"]) and not secret:

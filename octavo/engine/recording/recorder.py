@@ -162,7 +162,7 @@ class Recorder:
         try:
             self._file.close()
         except OSError:
-            logger.error("%s: the last lines are lost", self._path)
+            logger.error("%s: the last lines of the recording are lost", self._path)
 
 
 def check_writable(path: Path) -> None:

@@ -103,8 +103,8 @@ class NativeBackend(Backend):
         self._grid = ALONE if met is None else met.grid
         if options.kv_cache_dtype not in KV_DTYPES:
             given_level = (
-                f"kv_cache_dtype: the native backend has {', '.join(KV_DTYPES)}, got"
-                f" {options.kv_cache_dtype}"
+                f"kv_cache_dtype: got {options.kv_cache_dtype}, the native backend supports"
+                f" {', '.join(KV_DTYPES)}"
             )
             raise BackendUnavailable(
                 given_level, hint="use int8, which has the size of fp8 and higher accuracy"

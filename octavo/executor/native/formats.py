@@ -212,7 +212,7 @@ def _get_float_format(weight: Weight, stored: str) -> TileFormat:
     if group < width and group % GROUP_INPUTS:
         raise UnsupportedModel(
             f"{weight.name} is stored as {stored}, expected groups of a multiple of"
-            f" {GROUP_INPUTS} inputs, and one for all",
+            f" {GROUP_INPUTS} inputs, or one group for all inputs",
             hint=FLOATS_HINT,
         )
     return TileFormat(FLOAT_CODES[name], span=_span(group, width))
@@ -237,6 +237,6 @@ def _grouped(weight: Weight, name: str, group: int) -> TileFormat:
         return replace(tiles, code=code, half_groups=True)
     raise UnsupportedModel(
         f"{weight.name} is stored in groups of {group} inputs, expected multiples of"
-        f" {GROUP_INPUTS}, and {HALF_GROUP} for groups without zero points",
+        f" {GROUP_INPUTS}, or {HALF_GROUP} for groups without zero points",
         hint="use --dtype bfloat16 to dequantize the weights while loading",
     )

@@ -186,7 +186,7 @@ def check_directory(
         )
     if not path.exists() and free < num_bytes:
         raise ConfigError(
-            f"{name}: {directory} has {format_bytes(free)} free, expected"
+            f"{name}: {directory} has {format_bytes(free)} free, requires"
             f" {format_bytes(num_bytes)}",
             hint="free space, or use a directory on another disk",
         )

@@ -71,8 +71,8 @@ class TorchBackend(Backend):
         """
         if options.kv_cache_dtype != "auto" and options.kv_cache_dtype not in KV_DTYPES:
             raise BackendUnavailable(
-                f"kv_cache_dtype: the torch backend has {', '.join(KV_DTYPES)}, got"
-                f" {options.kv_cache_dtype}"
+                f"kv_cache_dtype: got {options.kv_cache_dtype}, the torch backend supports"
+                f" {', '.join(KV_DTYPES)}"
             )
         self.options = options
         self.device = torch.device(device)

@@ -236,7 +236,7 @@ def _check_groups(program: Program, part: Program, place: tuple[int, int]) -> No
     if empty:
         index, num_stages = place
         raise ConfigError(
-            f"pipeline_parallel_size: got {num_stages}, with which stage {index} of"
-            f" {program.name} has no layer of the cache group {empty[0].name}",
+            f"pipeline_parallel_size: got {num_stages}, but stage {index} of"
+            f" {program.name} would have no layer of the cache group {empty[0].name}",
             hint=HINT,
         )

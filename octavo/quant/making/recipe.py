@@ -59,22 +59,25 @@ class Recipe:
         allowed = BITS[self.output_format]
         if self.bits not in allowed:
             raise ConfigError(
-                f"bits: got {self.bits}, {self.output_format} has {', '.join(map(str, allowed))}",
+                f"bits: got {self.bits}, expected {', '.join(map(str, allowed))} with format"
+                f" {self.output_format}",
                 hint="--format gptq supports 2, 3, 4 and 8 bits",
             )
         if self.group and self.group < MIN_GROUP:
             raise ConfigError(
-                f"group: got {self.group}, expected integers from {MIN_GROUP} or -1 for whole rows"
+                f"group: got {self.group}, expected at least {MIN_GROUP}, or -1 (one group per row)"
             )
         if not 0 < self.damp_percent <= MAX_DAMP_PERCENT:
             raise ConfigError(
-                f"damp-percent: got {self.damp_percent}, expected numbers above 0 up to"
+                f"damp-percent: got {self.damp_percent}, expected a number above 0 and at most"
                 f" {MAX_DAMP_PERCENT:g}"
             )
 
     def _check_knobs(self) -> None:
         if self.desc_act and self.method != "gptq":
-            raise ConfigError(f"desc-act is for the method gptq, got {self.method}")
+            raise ConfigError(
+                f"desc-act: requires method gptq, got {self.method}", hint="remove --desc-act"
+            )
         # Act-order of compressed-tensors is rejected by its current package and by vLLM.
         if self.desc_act and self.output_format != "gptq":
             raise ConfigError(
@@ -83,7 +86,9 @@ class Recipe:
                 " --format gptq",
             )
         if self.gptaq and self.method != "gptq":
-            raise ConfigError(f"gptaq is for the method gptq, got {self.method}")
+            raise ConfigError(
+                f"gptaq: requires method gptq, got {self.method}", hint="remove --gptaq"
+            )
         if self.rows_are_int8 and self.output_format != "compressed-tensors":
             raise ConfigError(
                 f"scheme w8a8: {self.output_format} does not store how activations are quantized",

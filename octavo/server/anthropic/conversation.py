@@ -87,8 +87,8 @@ def _tools(body: CountTokensBody, model: ServedModel) -> ToolUse | None:
         return make_tool_use(functions, None, model.limits, names=TOOL_NAMES, ignored=body.ignored)
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidRequest(
-            f"tool_choice: got the type {choice.type!r} with the name {choice.name!r}, a name"
-            f" requires the type 'tool'",
+            f"tool_choice: got the type {choice.type!r} with the name {choice.name!r}, expected a"
+            f" name with the type 'tool' only",
             param="tool_choice.name",
         )
     return make_tool_use(
@@ -247,7 +247,7 @@ def _document(source: object, where: str) -> str:
     if not isinstance(data, str):
         raise InvalidRequest(
             f"{where}.source: got a document of type {shown(fields.get('type'))}, expected 'text'"
-            " with data, and 'content'",
+            " with data, or 'content'",
             hint="send the document as text",
             param=f"{where}.source",
         )

@@ -75,8 +75,8 @@ def check_certificate(settings: ServerSettings) -> None:
         context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"ssl_certfile: cannot use {settings.ssl_certfile} with the key"
-            f" {settings.ssl_keyfile or 'in it'}: {error}",
+            f"ssl_certfile: cannot load {settings.ssl_certfile} with the key of"
+            f" {settings.ssl_keyfile or 'the same file'}: {error}",
             hint="use a PEM certificate chain and its PEM key without a password",
         ) from error
 

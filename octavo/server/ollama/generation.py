@@ -250,7 +250,7 @@ def _parse_format(output_format: str | dict[str, Any] | None) -> StructuredOutpu
     if isinstance(output_format, dict):
         return StructuredOutputs(json=output_format, given_as="format")
     raise InvalidRequest(
-        f"format: got {output_format!r}, expected 'json' and a JSON schema", param="format"
+        f"format: got {output_format!r}, expected 'json' or a JSON schema", param="format"
     )
 
 

@@ -81,8 +81,8 @@ def _name_to_pull(text: str) -> str:
     name = str(reference) if "://" in text else text.removesuffix(LATEST)
     if reference is None or not NAME.fullmatch(name):
         raise InvalidRequest(
-            f"model: got {shown(text)}, expected {', '.join(CATALOGUE)}, and OWNER/REPO,"
-            " OWNER/REPO:QUANT and OWNER/REPO/FILE.gguf on Hugging Face",
+            f"model: got {shown(text)}, expected {', '.join(CATALOGUE)}, or OWNER/REPO,"
+            " OWNER/REPO:QUANT or OWNER/REPO/FILE.gguf on Hugging Face",
             param="model",
         )
     return name

@@ -61,7 +61,7 @@ async def create_batch(
     file = await store.find("file", body.input_file_id, owner)
     if file is None or file.body["purpose"] != "batch":
         raise InvalidRequest(
-            f"input_file_id: no file {body.input_file_id!r} of the purpose 'batch'",
+            f"input_file_id: no file {body.input_file_id!r} with purpose 'batch'",
             param="input_file_id",
         )
     store.check_room(file.num_bytes)

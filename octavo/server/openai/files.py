@@ -190,7 +190,9 @@ def _parse_form(form: FormData, ignored: IgnoredFields) -> tuple[UploadFile, str
     name = file.filename or ""
     if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
         raise InvalidRequest(
-            f"file: its name has 1 to {MAX_NAME} printable characters", param="file"
+            f"file: got the name {name[:MAX_NAME]!r}, expected 1 to {MAX_NAME} printable"
+            " characters",
+            param="file",
         )
     return file, purpose
 

@@ -131,8 +131,8 @@ def _text(part: ContentPart, where: str) -> str:
     text = {**dict.fromkeys(TEXTS, part.text), "refusal": part.refusal}.get(part.type)
     if text is None:
         raise InvalidRequest(
-            f"{where}: got a part of type {part.type!r}, expected parts of type 'text' with a"
-            " text, of type 'image_url' and of type 'refusal'",
+            f"{where}: got a part of type {part.type!r}, expected 'text' with a text,"
+            " 'image_url' or 'refusal'",
             param=where,
         )
     return text

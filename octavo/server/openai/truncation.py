@@ -15,7 +15,7 @@ def parse_truncation(body: PromptBody, llm: AsyncLLM, max_tokens: int | None) ->
         return None
     if asked != -1 and not 1 <= asked <= longest:
         raise InvalidRequest(
-            f"truncate_prompt_tokens: got {asked}, expected -1 and 1 to {longest}",
+            f"truncate_prompt_tokens: got {asked}, expected -1 or 1 to {longest}",
             param="truncate_prompt_tokens",
         )
     room = max(1, longest + 1 - max(max_tokens or 1, 1))

@@ -93,7 +93,8 @@ class Account:
         max_tokens = self.limits.tokens_per_minute
         if max_tokens is not None and num_tokens > max_tokens:
             raise InvalidRequest(
-                f"the prompt has {num_tokens} tokens, this key is limited to {max_tokens} a minute",
+                f"prompt: got {num_tokens} tokens, expected at most {max_tokens}, the limit per"
+                " minute of this key",
                 hint="shorten the prompt",
                 param="prompt",
             )
@@ -122,7 +123,7 @@ class Account:
         allowance = self._allowances.get(kind)
         if allowance is not None and (wait_s := allowance.wait_s(units)) > 0:
             raise Overloaded(
-                f"this key is limited to {allowance.per_minute} {kind} a minute,"
+                f"this key is limited to {allowance.per_minute} {kind} per minute,"
                 f" {max(0, int(allowance.level))} left",
                 hint=f"try again in {wait_s:.1f} seconds",
                 retry_after_s=wait_s,

@@ -93,7 +93,7 @@ def _pair(text: str) -> dict[str, Any]:
 
 
 def _bad(text: str, why: str) -> ConfigError:
-    return ConfigError(f"lora_modules: got {shown(text)}: {why}", hint="give NAME=PATH")
+    return ConfigError(f"lora_modules: got {shown(text)}: {why}", hint="use NAME=PATH")
 
 
 def path_within(folder: str | None, text: str) -> Path:

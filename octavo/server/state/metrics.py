@@ -125,7 +125,7 @@ COUNTERS: dict[str, Series] = {
         lambda stats: stats.connector.num_fetched_bytes,
     ),
     "kv_blocks_not_fetched": (
-        "KV blocks requested from there but not received; their tokens were recomputed.",
+        "KV blocks requested from prefix_cache_dir or other engines but not received.",
         lambda stats: stats.connector.num_not_fetched,
     ),
     "kv_blocks_kept": (

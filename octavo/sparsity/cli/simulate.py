@@ -58,8 +58,9 @@ def ndp(
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object")] = False,
     options: dict[str, Any],
 ) -> None:
-    """Simulate feed-forward layers in memory modules that compute (near-data processing). Neurons
-    are placed in turn, and again after each window of tokens. No such machine is measured.
+    """Simulate near-data processing: memory modules compute feed-forward layers. Neurons are
+    distributed round-robin and redistributed after each window of tokens. Nothing is measured on
+    such a machine.
     """
     from octavo.config.engine_config import EngineConfig
     from octavo.config.sizes import parse_rate

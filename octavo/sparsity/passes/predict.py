@@ -80,9 +80,9 @@ def _by_gate(
         )
     by_gate = {predictor.gate: predictor for predictor in predictors}
     if wrong := sorted(gates.keys() ^ by_gate.keys()):
-        what = "has no predictor of" if wrong[0] in gates else "predicts"
+        what = "has no predictor for" if wrong[0] in gates else "has a predictor for"
         raise ConfigError(
-            f"sparsity_predictor: the file {what} {wrong[0]}, unlike {program.name}",
+            f"sparsity_predictor: the file {what} {wrong[0]}, which does not match {program.name}",
             hint="calibrate this model: octavo calibrate MODEL --predictor-rank 64",
         )
     return {op: by_gate[name] for name, op in gates.items()}
@@ -100,8 +100,9 @@ def _find_insertion_points(program: Program, shapes: Mapping[ActMul, PredictorSh
     for index, (gate, shape) in zip(points, shapes.items(), strict=True):
         if index >= program.ops.index(gate):
             raise ConfigError(
-                f"sparsity_predictor: {shape.input} is no product before {shape.gate}",
-                hint="calibrate this model",
+                f"sparsity_predictor: the predictor of {shape.gate} reads {shape.input}, which"
+                f" {program.name} does not compute before it",
+                hint="calibrate this model: octavo calibrate MODEL --predictor-rank 64",
             )
     return points
 

@@ -112,6 +112,6 @@ def _keys(program: Program, op: Attention) -> KvWrite:
 
 def _config_error(program: Program, why: str) -> ConfigError:
     return ConfigError(
-        f"prefix_cache_policy: {program.name} cannot weigh its prefixes: {why}",
+        f"prefix_cache_policy: importance is not supported by {program.name}: {why}",
         hint="remove prefix_cache_policy",
     )

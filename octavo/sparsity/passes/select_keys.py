@@ -204,5 +204,5 @@ def _slowest(table: RopeTable, pairs: int) -> RopeTable:
 
 def _config_error(program: Program, why: str) -> ConfigError:
     return ConfigError(
-        f"kv_selection: {program.name} cannot choose keys: {why}", hint="remove kv_selection"
+        f"kv_selection: not supported by {program.name}: {why}", hint="remove kv_selection"
     )

@@ -32,7 +32,7 @@ def skip_zeros(program: Program) -> Program:
     if ops == program.ops:
         listed = ", ".join(sorted(str(activation) for activation in activations)) or "no activation"
         raise ConfigError(
-            "ffn_sparsity: exact is for feed-forward layers with the activation"
+            "ffn_sparsity: exact requires feed-forward layers with the activation"
             f" {' or '.join(ZEROING)}, {program.name} has {listed}",
             hint="remove ffn_sparsity",
         )

@@ -43,9 +43,9 @@ def sparsify(program: Program, thresholds: Thresholds) -> Program:
     for name in (*thresholds.inputs, *thresholds.gates):
         if name not in placed:
             raise ConfigError(
-                f"calibration: it has a threshold for {name}, with which {program.name}"
-                " multiplies nothing",
-                hint="calibrate this model",
+                f"calibration: the file has a threshold for {name}, which is no matmul weight of"
+                f" {program.name}",
+                hint="calibrate this model: octavo calibrate MODEL --text FILE --out FILE",
             )
     result = replace(program, ops=tuple(ops))
     result.check()

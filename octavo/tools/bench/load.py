@@ -58,7 +58,7 @@ async def _run(test: LoadTest) -> tuple[str, list[Outcome], float]:
     try:
         await client.complete(_body(model, WARM_UP, test.seed))
     except WorkerFailed as error:
-        raise ConfigError(f"{test.url}: the first request fails: {error.message}") from error
+        raise ConfigError(f"{test.url}: the first request failed: {error.message}") from error
     with Bar("requests", len(test.requests)) as bar:
         sender = Sender(client, model, test, bar)
         outcomes = await asyncio.gather(*map(sender.send, test.requests))

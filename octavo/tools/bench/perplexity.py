@@ -25,7 +25,9 @@ def perplexity(llm: LLM, text: str, window: int, num_windows: int | None = None)
         token_ids[start : start + window] for start in range(0, len(token_ids) - window + 1, window)
     ][:num_windows]
     if not windows:
-        raise ConfigError(f"the text has {len(token_ids)} tokens, a window needs {window}")
+        raise ConfigError(
+            f"text: got {len(token_ids)} tokens, expected at least one window of {window}"
+        )
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     total, count = 0.0, 0
     for output in llm.generate([{"prompt_token_ids": first + ids} for ids in windows], params):

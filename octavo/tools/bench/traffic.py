@@ -203,7 +203,7 @@ def _parse_request(name: str, line: bytes, scale: Fraction) -> TrafficRequest:
     try:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: no JSON: {error}") from error
+        raise ConfigError(f"{name}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise ConfigError(
             f"{name}: got {_short(row)}, expected an object with timestamp, input_length and"
@@ -263,8 +263,8 @@ def _block_tokens(scale: Fraction) -> int:
         nearest = Fraction(max(1, round(tokens / KV_BLOCK)) * KV_BLOCK, TRACE_BLOCK)
         raise ConfigError(
             f"scale: got {scale}, which scales blocks of {TRACE_BLOCK} tokens to {float(tokens):g},"
-            f" expected multiples of {KV_BLOCK}",
-            hint=f"{nearest} would do",
+            f" expected a multiple of {KV_BLOCK}",
+            hint=f"use --scale {nearest}",
         )
     return int(tokens)
 

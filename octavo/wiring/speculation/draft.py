@@ -47,9 +47,9 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
     own = original_context(draft)
     if own not in (ONE_CONTEXT, original_context(target)):
         raise ConfigError(
-            f"spec_model: the angles of {name} change behind {own.num_tokens:,} tokens, and the"
-            " model's do not",
-            hint="use a draft model with a single list of rope factors, or with those of the model",
+            f"spec_model: {name} changes its rope factors after {own.num_tokens:,} tokens, the"
+            " model does not",
+            hint="use a draft model with one list of rope factors, or with the model's",
         )
 
 
@@ -58,9 +58,9 @@ def check_keeps_tokens(program: Program, role: str, method: str) -> None:
     kinds = {group.kv_kind for group in program.groups} - {"growing", "window"}
     if kinds:
         raise ConfigError(
-            f"spec_method: {method} is for models that keep K and V of each token; {role}"
-            f" has a cache of the kind {min(kinds)}",
-            hint="take --spec-method suffix",
+            f"spec_method: {method} requires a cache of K and V for each token, {role} has"
+            f" a {min(kinds)} cache",
+            hint="use --spec-method suffix",
         )
 
 
@@ -71,17 +71,17 @@ def check_same_tokens(
     if target is None or draft is None:
         if sizes[0] != sizes[1]:
             raise ConfigError(
-                f"spec_model: {name} has {sizes[1]:,} ids, the model {sizes[0]:,}; without"
-                " tokenizers (skip_tokenizer_init) they must be as many",
-                hint="remove skip_tokenizer_init, so that the tokens are compared",
+                f"spec_model: {name} has vocab_size {sizes[1]:,}, expected {sizes[0]:,}, the"
+                " model's, with skip_tokenizer_init",
+                hint="remove skip_tokenizer_init: with tokenizers, the tokens are compared",
             )
         return
     for token_id in range(max(target.vocab_size, draft.vocab_size)):
         ours, theirs = _get_token(target, token_id), _get_token(draft, token_id)
         if ours != theirs:
             raise ConfigError(
-                f"spec_model: the tokens of {name} are others: id {token_id:,} is {theirs!r}, of"
-                f" the model {ours!r}",
+                f"spec_model: {name} has another vocabulary: token id {token_id:,} is {theirs!r},"
+                f" expected {ours!r}",
                 hint="use a smaller model of the same family",
             )
 

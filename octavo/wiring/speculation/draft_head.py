@@ -116,7 +116,7 @@ def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> Ope
     if config.model.load_format == "dummy":
         raise ConfigError(
             "spec_method: got eagle3 with load_format dummy, which supports a single checkpoint",
-            hint="leave load_format or spec_method out",
+            hint="remove load_format or spec_method",
         )
     own = open_checkpoint(resolve(name, progress=True))
     head = eagle3_head(own.config, program, own.names())
@@ -125,8 +125,9 @@ def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> Ope
     unknown_names = sorted(set(own.names()) - known_names - set(ID_TENSORS))
     if unknown_names:
         raise WeightMismatch(
-            f"{own.path}: the tensor {unknown_names[0]} is not read of an EAGLE-3 head",
-            hint="the head has a part that is not supported, or config.json is another head's",
+            f"{own.path}: got the tensor {unknown_names[0]}, which EAGLE-3 heads do not have",
+            hint="config.json and the weights belong to different heads, or the head has a part"
+            " that is not supported",
         )
     opened = OpenedHead(config, head, target, own)
     return replace(opened, offsets=_offsets(own, head)) if head.id_offsets else opened

@@ -308,9 +308,7 @@ def open_root(text: str) -> Path:
         with tempfile.NamedTemporaryFile(prefix="probe-", dir=root):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"prefix_cache_dir: {root} cannot be written into: {error.strerror}"
-        ) from error
+        raise ConfigError(f"prefix_cache_dir: cannot write to {root}: {error.strerror}") from error
     return root
 
 

@@ -87,8 +87,8 @@ class AdapterReader:
                     updates[site] = low_rank
         if not (updates or num_elsewhere):
             raise WeightMismatch(
-                f"{path}: no tensor of the adapter changes a module of this model",
-                hint="it was made for another model, or its files are damaged",
+                f"{path}: the adapter has no tensors for modules of this model",
+                hint="it was trained for another model, or its files are damaged",
             )
         return Adapter(get_stored_digest(adapter.digest, self._dtype), updates)
 
@@ -110,8 +110,8 @@ class AdapterReader:
         ]
         if not sites:
             raise WeightMismatch(
-                f"{adapter.path}: this model has no {'table' if update.is_table else 'linear'}"
-                f" {update.module} that supports adapters",
+                f"{adapter.path}: this model has no {'embedding' if update.is_table else 'linear'}"
+                f" layer {update.module} that supports adapters",
                 hint=did_you_mean(update.module, self._sites),
             )
         return sites
@@ -153,9 +153,9 @@ class AdapterReader:
         ):
             if array is not None and array.shape != expected:
                 raise WeightMismatch(
-                    f"{adapter.path}: {name} of {site[0]} has shape {array.shape}, this model wants"
+                    f"{adapter.path}: {name} of {site[0]} has shape {array.shape}, expected"
                     f" {expected}",
-                    hint="the adapter was made for another model, or a file is damaged",
+                    hint="the adapter was trained for another model, or a file is damaged",
                 )
 
     def _shape(self, site: Site) -> tuple[int, int]:
@@ -174,7 +174,7 @@ class AdapterReader:
         kept = LoraMatrices.convert(a, b, self._dtype)
         if not kept.is_finite:
             raise WeightMismatch(
-                f"{adapter.path}: {site[0]} has numbers that are too large for {self._dtype}",
+                f"{adapter.path}: {site[0]} has values too large for {self._dtype}",
                 hint="set lora_dtype to float32",
             )
         return kept
@@ -195,7 +195,7 @@ class AdapterReader:
             gain: NDArray[np.float32] = (update.magnitude[own] / norms).astype(np.float32)
         if not np.isfinite(gain).all():
             raise WeightMismatch(
-                f"{adapter.path}: {update.module} has DoRA's gain over a row of zeros"
+                f"{adapter.path}: {update.module} has a DoRA magnitude for a row of zeros"
             )
         return gain
 
@@ -220,7 +220,8 @@ class AdapterReader:
             base = self._biases.get(weight)
             if base is None:
                 raise WeightMismatch(
-                    f"{adapter.path}: a bias of {update.module}, which has none in this model"
+                    f"{adapter.path}: the adapter has a bias for {update.module}, this model has"
+                    " none"
                 )
             change = update.bias[own] - self._dequantize(base)
             total = change if total is None else total + change
@@ -240,9 +241,9 @@ class AdapterReader:
             if np.linalg.norm(saved - mine) <= SAME_MATRIX * np.linalg.norm(saved):
                 return
         raise WeightMismatch(
-            f"{adapter.path}: {update.module} was saved along and is not this model's"
-            f" ({update.base.shape} numbers beside {shape})",
-            hint="the adapter trains it fully, or belongs to another model",
+            f"{adapter.path}: the adapter contains {update.module} (shape {update.base.shape}),"
+            f" which differs from this model's (shape {shape})",
+            hint="use an adapter of this model that does not train this module fully",
         )
 
 

@@ -81,7 +81,7 @@ class AdapterStore:
         adapter = self._read(Path(ref.path))
         if adapter.digest != ref.digest:
             raise WeightMismatch(
-                f"{ref.path}: the adapter's files have changed since it was named",
+                f"{ref.path}: the adapter's files have changed since it was registered",
                 hint="load it under another name or from another directory",
             )
         return [slots.pack(adapter.updates) for slots in self._slots]

@@ -102,7 +102,7 @@ class Journal:
         except (OSError, ValueError, EOFError, BadZipFile) as error:
             raise ConfigError(
                 f"output: {self._state_file} cannot be read: {error}",
-                hint=f"remove {self.folder} and begin again",
+                hint=f"remove {self.folder} and start over",
             ) from None
 
     def finish(self) -> None:
@@ -141,8 +141,8 @@ class Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not has_journal and any(file.name != NEW_JOURNAL for file in self.folder.iterdir()):
             raise ConfigError(
-                f"output: {self.folder} exists, in which the model would be written first",
-                hint="set another directory, or delete this one",
+                f"output: {self.folder} exists, the directory for temporary files of this run",
+                hint="delete it, or set another --output",
             )
         self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         is_whole = False
@@ -174,7 +174,7 @@ class Journal:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"output: {self.folder / JOURNAL} cannot be read: {error}",
-                hint=f"remove {self.folder} and begin again",
+                hint=f"remove {self.folder} and start over",
             ) from None
         if identity != self._identity:
             changed = [key for key, value in self._identity.items() if identity.get(key) != value]

@@ -82,7 +82,7 @@ def plan_matrices(
                     left[module] = None
     if not matrices:
         raise UnsupportedModel(
-            f"{checkpoint.path}: none of its {len(left)} matrices fits the format",
+            f"{checkpoint.path}: none of the {len(left)} matrices can be stored in this format",
             hint="use another --group that divides the inputs; matrices stored as [in, out]"
             " (GPT-2) are not supported",
         )
@@ -249,8 +249,8 @@ class Quantizer:
         largest = float(np.abs(weight).max(initial=0))
         if largest > LARGEST:
             raise WeightMismatch(
-                f"{self.checkpoint.path}: {plan.name} holds numbers of up to {largest:.3g}, scales"
-                f" in fp16 reach {LARGEST:g}",
+                f"{self.checkpoint.path}: {plan.name} has values up to {largest:.3g}, expected"
+                f" at most {LARGEST:g} for fp16 scales",
                 hint="the file is damaged; download the model again",
             )
         return weight

@@ -54,8 +54,8 @@ class JoiningRanks:
             self._listener = socket.create_server((host, port))
         except OSError as error:
             raise ConfigError(
-                f"rank_address: {self._name} cannot listen: {error}",
-                hint="name an address of this machine, and a port that is free",
+                f"rank_address: cannot listen on {self._name}: {error}",
+                hint="use an address of this machine and a free port",
             ) from error
 
     def start(self, setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
@@ -68,8 +68,8 @@ class JoiningRanks:
             left_s = give_up_at - time.monotonic()
             if left_s <= 0:
                 raise EngineDead(
-                    f"rank_address: rank {setup.rank} of {setup.num_ranks} has not come to"
-                    f" {self._name} in {JOIN_S:g} s",
+                    f"rank_address: rank {setup.rank} of {setup.num_ranks} did not connect to"
+                    f" {self._name} within {JOIN_S:g} s",
                     hint=f"start it: octavo rank {self._name} --rank {setup.rank}",
                 )
             self._listener.settimeout(left_s)
@@ -124,8 +124,8 @@ def join_first(host: str, port: int, secret: str | None, rank: int) -> Connectio
         except (OSError, EOFError) as error:
             if time.monotonic() > give_up_at:
                 raise ConfigError(
-                    f"rank: {host}:{port} could not be joined in {JOIN_S:g} s: {error}",
-                    hint="is an engine with that rank_address and the same secret there?",
+                    f"rank: cannot connect to {host}:{port} within {JOIN_S:g} s: {error}",
+                    hint="start the engine there with this rank_address and the same secret",
                 ) from error
         time.sleep(RETRY_S)
 
@@ -142,8 +142,8 @@ def _joined(host: str, port: int, key: bytes, rank: int) -> Connection:
         if isinstance(error, OSError | EOFError):
             raise
         raise ConfigError(
-            f"rank: {host}:{port} has another secret, or is not an engine: {error}",
-            hint="use the same secret for the engine and its ranks",
+            f"rank: {host}:{port} uses another secret, or is not an engine: {error}",
+            hint="set the same rank_secret on the engine and its ranks",
         ) from error
     return connection
 

@@ -244,7 +244,7 @@ class OtherRanks:
                 if isinstance(error, OctavoError)
                 else f"{place} has failed: {type(error).__name__}: {error}"
             )
-            self._dead = EngineDead(f"the engine can compute nothing any more: {what}")
+            self._dead = EngineDead(f"the engine cannot run further steps: {what}")
             self.close(patience_s=0.0)
         return self._dead
 

@@ -128,7 +128,7 @@ class RankLoop:
         Skips cleanup: other threads may be blocked in a collective forever.
         """
         if not isinstance(error, OctavoError):
-            logger.exception("a rank ends", exc_info=error)
+            logger.exception("the rank is exiting after an error", exc_info=error)
         self._send(ChildFailed.of(error))
         os._exit(1)
 

@@ -95,8 +95,8 @@ class HiddenReceiver:
         expected = num_rows * header.width * (8 if header.dtype == "float64" else 4)
         if header.dtype not in DTYPES or len(data) != expected:
             raise EngineDead(
-                f"{self._source} has sent {len(data)} bytes of {header.dtype} for {num_rows} rows"
-                f" of {header.width}"
+                f"{self._source} sent {len(data)} bytes of {header.dtype}, expected {expected} for"
+                f" {num_rows} rows of {header.width}"
             )
         rows = np.frombuffer(data, header.dtype).reshape(num_rows, header.width)
         ends = np.cumsum(header.counts).tolist()

@@ -144,7 +144,7 @@ def test_a_pooling_that_is_not_known_is_refused(tmp_path: Path) -> None:
     encoder("bert").save_pretrained(source)
     path = convert(source, tmp_path)
     assert "pooling" not in open_checkpoint(path).config
-    with pytest.raises(UnsupportedModel, match="the pooling is None"):
+    with pytest.raises(UnsupportedModel, match="the pooling mode is None"):
         pooled(path)
 
 

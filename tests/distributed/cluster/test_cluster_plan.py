@@ -88,7 +88,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ({"instances": [{"name": "a", "peers": "b"}]}, "role both with peers b"),
         (
             {"instances": [{"name": "a", "role": "decode", "peers": "b"}]},
-            "there is no group 'b'",
+            "unknown group 'b'",
         ),
         (
             {"instances": [PROMPTS, {"name": "a", "role": "decode", "peers": "a"}]},

@@ -67,7 +67,7 @@ def test_ranks_apart_have_places_of_their_own() -> None:
     """Two instances of two ranks on four machines: two do not do."""
     options = {"backend": "torch", "tensor-parallel-size": 2}
     group = {"name": "a", "count": 2, "ranks_apart": True, "spread": True, "options": options}
-    with pytest.raises(ConfigError, match="a: 4 instances or ranks require separate machines"):
+    with pytest.raises(ConfigError, match="a: requires 4 machines with"):
         cluster({"instances": [group]}, hosts=2)[0].check()
     made, placer, router, _ = cluster(
         {"instances": [group]}, hosts=4, keys=ClusterKeys("clients", "of all")
@@ -254,9 +254,9 @@ def test_secrets_go_by_the_environment_and_files_and_several_machines_are_reache
 @pytest.mark.parametrize(
     ("instance", "message"),
     [
-        ({"cpus": 9}, "a: no Ray machine has the required 9 CPU; there are 10"),
+        ({"cpus": 9}, "a: no Ray machine has the required 9 CPU; Ray has 10"),
         ({"resources": {"big": 1}}, "no Ray machine has the required 1 CPU, 1 big"),
-        ({"count": 3, "spread": True}, "a: 3 instances or ranks require separate machines"),
+        ({"count": 3, "spread": True}, "a: requires 3 machines with"),
         ({"cpus": 4, "count": 2}, "the router require 9 CPU in total, Ray's machines have 8"),
     ],
 )

@@ -82,7 +82,7 @@ def test_queries_are_answered_or_refused(kind):
             InvalidRequest, match=r"the prompt's blocks have .* bytes, and 0 are pinned"
         ) as refused:
             client.query(Pin(prompt, "", until=20, now=10))
-        assert refused.value.hint == "raise prefix_cache_size, or unpin a prompt"
+        assert refused.value.hint == "raise prefix_cache_size, or unpin another prompt"
         assert client.query(ResetPrefixCache(reset_connector=True)) == 1
     client.close()
 

@@ -222,7 +222,7 @@ def test_nothing_is_loaded_of_a_program_that_is_refused(monkeypatch):
 def test_a_precision_of_the_cache_that_it_has_not():
     with pytest.raises(
         BackendUnavailable,
-        match="kv_cache_dtype: the torch backend has fp32, bf16, int8, fp8, got int4",
+        match="kv_cache_dtype: got int4, the torch backend supports fp32, bf16, int8, fp8",
     ):
         torch_backend(kv_cache_dtype="int4")
 

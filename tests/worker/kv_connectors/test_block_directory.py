@@ -293,7 +293,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
         ConfigError,
-        match=r"prefix_cache_dir: .*/file/cache cannot be written into: Not a directory",
+        match=r"prefix_cache_dir: cannot write to .*/file/cache: Not a directory",
     ):
         open_root(str(tmp_path / "file" / "cache"))
 

@@ -214,7 +214,7 @@ def _part(part: ItemPart, where: str) -> dict[str, Any]:
     if part.type == "refusal" and part.refusal is not None:
         return {"type": "refusal", "refusal": part.refusal}
     raise InvalidRequest(
-        f"{where}: got a part of type {part.type!r}, expected input_text and output_text with a"
-        " text, input_image, and refusal",
+        f"{where}: got a part of type {part.type!r}, expected 'input_text' or 'output_text'"
+        " with a text, 'input_image' or 'refusal'",
         param=where,
     )
