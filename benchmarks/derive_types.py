@@ -96,6 +96,9 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_lay
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+    },
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},

@@ -84,7 +84,7 @@ class AttentionDeriver:
         key = (tuple(k.reshape(-1).tolist()), tuple(v.reshape(-1).tolist()))
         is_new = key not in self._layers
         if is_new:
-            self._layers[key] = self._new_layer(kind, len(k), (k.shape[1], v.shape[1]), size)
+            self._layers[key] = self.new_layer(kind, len(k), (k.shape[1], v.shape[1]), size)
         group, layer = self._layers[key]
         if is_new:
             self._emitter.kv_write(group, layer, (self._value(k),), self._value(v))
@@ -109,9 +109,10 @@ class AttentionDeriver:
     def _value(self, columns: torch.Tensor) -> Value:
         return self._emitter.value_of(RowMap(columns, 0, self._state.num_tokens))
 
-    def _new_layer(
+    def new_layer(
         self, kind: GroupKind, heads: int, widths: tuple[int, int], size: int | None
     ) -> tuple[str, int]:
+        """Returns the cache group and the layer in it of other keys and values."""
         key = (kind, heads, *widths, size)
         number = 1 + sum(other[0] == kind for other in self._groups)
         new = kind if number == 1 else f"{kind}{number}"
@@ -146,7 +147,7 @@ class AttentionDeriver:
         kv_b = self._state.weights.rows_of(latent.matrix, range(latent.matrix.outputs))
         if len(kv_b) != 1 or latent.bias is not None:
             return False
-        group, layer = self._new_layer("latent", 1, (latent.matrix.inputs + width - nope, 0), None)
+        group, layer = self.new_layer("latent", 1, (latent.matrix.inputs + width - nope, 0), None)
         self._emitter.kv_write(group, layer, (latent.x, rotary[0]), None)
         out = self._emitter.value("attention", "tokens", values.numel())
         self._emitter.append(

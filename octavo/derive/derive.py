@@ -75,7 +75,11 @@ def _derive(config: Mapping[str, Any], model_type: str, report: Callable[[str], 
     report(f"checking {count} of {num_layers(config)} layers at full width")
     smaller = lower(small)
     if layer_kinds(smaller) != layer_kinds(program)[:count]:
-        raise reject(model_type, "its layers depend on how many there are")
+        report(f"checking all {num_layers(config)} layers, which depend on how many there are")
+        small = shrink(config, num_layers(config))
+        smaller = lower(small)
+        if layer_kinds(smaller) != layer_kinds(program):
+            raise reject(model_type, "its layers depend on the size of the vocabulary or window")
     _check_memory(smaller, model_type)
     verify(smaller, small)
     return program

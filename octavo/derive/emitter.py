@@ -83,6 +83,29 @@ class Emitter(Builder):
         self._slices[key] = value
         return value
 
+    def whole_values(self, rows: RowMap) -> list[Value]:
+        """Returns the Values that a tensor is put together from, if all are whole."""
+        sources = self._columns.sources(rows)
+        if any(columns != [*range(value.width)] for value, columns in sources):
+            return []
+        return [value for value, _ in sources]
+
+    def product_of_parts(self, parts: Sequence[Value], matrix: Matrix, bias: str | None) -> Value:
+        """Appends a matmul of Values side by side: a sum of matmuls with columns of the matrix."""
+        weights = self._weights.rows_of(matrix, range(matrix.outputs))
+        if len(weights) > 1 or sum(part.width for part in parts) != matrix.inputs:
+            raise reject(self._model_type, f"{matrix.name} reads several tensors side by side")
+        biases = self._weights.biases(bias, range(matrix.outputs), weights) if bias else ()
+        total, first = None, 0
+        for part in parts:
+            out = self.value(matrix.name.removesuffix(".weight"), "tokens", matrix.outputs)
+            columns = weights[0].part(inputs=(first, first + part.width))
+            self.append(Linear(part, (out,), (columns,), biases if total is None else ()))
+            total = out if total is None else self.add(total, out)
+            first += part.width
+        assert total is not None
+        return total
+
     def owner(self, columns: Any) -> tuple[Value, Any] | None:
         """Returns the Value of some columns, and its columns; None if they are of several."""
         sources = self._columns.sources(RowMap(columns, 0, self._num_tokens))

@@ -92,13 +92,18 @@ class TracedGraph:
                 elif all(each in self.values for each in inputs):
                     self.values[node] = call(node, self.values)
 
+    @property
+    def _num_tokens(self) -> int:
+        assert self.ids is not None
+        return self.shape(self.ids)[1]
+
     def _find_far_values(self) -> tuple[int, dict[Node, Any]]:
         """Evaluates the static nodes beyond the text, or at the end of tables of positions."""
         try:
             return FAR_POSITION, self._values_from(FAR_POSITION)
         except (IndexError, RuntimeError):
             assert self.ids is not None
-            position = max(self.captured.max_positions - self.shape(self.ids)[1] - 8, 0)
+            position = max(self.captured.max_positions - self._num_tokens - 8, 0)
             return position, self._values_from(position)
 
     def _values_from(self, position: int) -> dict[Node, Any]:
@@ -106,7 +111,7 @@ class TracedGraph:
         for node, value in self.values.items():
             if node.op != "call_function":
                 values[node] = value
-            elif name_of(node) == "aten.arange":
+            elif name_of(node) == "aten.arange" and len(value) == self._num_tokens:
                 values[node] = value + position
             else:
                 values[node] = call(node, values)
@@ -181,6 +186,8 @@ def call(node: Node, values: Mapping[Node, Any]) -> Any:
             return values[item]
         if isinstance(item, torch.dtype) and item in SMALL_FLOATS:
             return torch.float64
+        if item is torch.complex64:
+            return torch.complex128
         if isinstance(item, torch.device):
             return torch.device("cpu")
         return item

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from octavo.derive.attention import AttentionDeriver
 from octavo.derive.capture import Captured
+from octavo.derive.convolution import ConvolutionDeriver
 from octavo.derive.emitter import Emitter, GraphMatmul, remove_unread, sample_rows
 from octavo.derive.graph import MOVES, SAME, TracedGraph, call, name_of
 from octavo.derive.moe import ExpertDeriver
@@ -50,6 +51,7 @@ class ProgramLowering:
         self._partial: dict[Node, Any] = {}
         """Numbers of the elements of tensors that are not written entirely yet."""
         self._attention = AttentionDeriver(self._state)
+        self._convolutions = ConvolutionDeriver(self._state, self._attention)
         self._ids = Value("token_ids", "tokens", 1, "int")
 
     @property
@@ -82,6 +84,8 @@ class ProgramLowering:
             source = node.args[0]
             if isinstance(source, Node) and source in self._rows:
                 self._rows[node] = self._rows[source]
+            return
+        if name in ("aten.slice", "aten.conv1d") and self._convolutions.lower(node):
             return
         if name in MOVES and self._move(node):
             rows = self._rows[node]
@@ -154,6 +158,10 @@ class ProgramLowering:
         rows = self._rows.get(x)
         added = self._weights.vector(bias)
         if matrix is None or not isinstance(rows, RowMap) or (bias is not None and added is None):
+            return
+        parts = self._emitter.whole_values(rows)
+        if len(parts) > 1:
+            self._state.anchor(node, self._emitter.product_of_parts(parts, matrix, added))
             return
         value = self._emitter.value_of(rows)
         if rows.shape[-1] != value.width or value.width != matrix.inputs:

@@ -22,9 +22,11 @@ from octavo.derive.regions import (
     draw_parameters,
     find_combination,
     find_elementwise,
+    find_growth,
     find_norm,
     find_rope,
     find_sinusoids,
+    numbers_in,
 )
 from octavo.derive.rows import RowMap
 from octavo.derive.state import LoweringState
@@ -104,7 +106,10 @@ class Prober:
             if op is not None:
                 (rotated,) = evaluate(op, {x: values}, first_position=self._graph.far_position)
                 op = op if are_equal(rotated, far, FAR_TOLERANCE) else None
-            elif not names and self._with_sinusoids(node, rows, x, region):
+            elif not names and (
+                self._with_sinusoids(node, rows, x, region)
+                or self._with_growth(node, rows, x, region)
+            ):
                 return True
         else:
             if not names:
@@ -136,6 +141,20 @@ class Prober:
         row = self._emitter.value("sinusoids", "tokens", x.width)
         self._emitter.append(Embedding(row, weight, by_position=True, offset=offset))
         self._emit(node, rows, Add(x, row, Value("out", "tokens", x.width)))
+        return True
+
+    def _with_growth(self, node: Node, rows: RowMap, x: Value, region: Region) -> bool:
+        """Lowers rows times a factor that grows with their position."""
+        values = draw((self._state.num_tokens, x.width), 13)
+        near = region(values, {}) / values
+        far = region(values, {}, is_far=True) / values  # type: ignore[call-arg]
+        found = find_growth(near, far, self._graph.far_position, numbers_in(self._state.config))
+        if found is None:
+            return False
+        weight = Weight("query_growth", (self._state.captured.max_positions, 1), fill=found)
+        row = self._emitter.value("growth", "tokens", 1)
+        self._emitter.append(Embedding(row, weight, by_position=True))
+        self._emit(node, rows, Mul(x, row, Value("out", "tokens", x.width)))
         return True
 
     def _with_vector(  # a region by its node, parameter, input and function
@@ -176,7 +195,8 @@ class Prober:
         if self._graph.shape(node) != a.shape or self._graph.cone(node, [first, second])[1]:
             return False
         missing = (1,) * (len(a.shape) - len(b.shape))
-        if (*missing, *b.shape) not in (a.shape, (*a.shape[:-1], 1)):
+        is_broadcast = y.width in (1, x.width)
+        if not is_broadcast or (*missing, *b.shape) not in (a.shape, (*a.shape[:-1], 1)):
             return False
 
         def region(one: Any, other: Any, *, is_far: bool = False) -> Any:

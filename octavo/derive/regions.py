@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,7 +30,7 @@ from octavo.program.ops import (
     Scale,
     SoftCap,
 )
-from octavo.program.program import Op, Sinusoids, Value, Weight
+from octavo.program.program import Growth, Op, Sinusoids, Value, Weight
 
 Region = Callable[[Any, Mapping[str, Any]], Any]
 """A region's output `[T, W]` for its input `[T, W]` and parameters by name."""
@@ -149,13 +150,15 @@ def find_rope(region: Region, x: Value, out: Value, head_width: int, num_tokens:
     """`[T, out, in]` of the first head"""
     identity = torch.eye(head_width, dtype=torch.float64)
     turned = ((maps - identity).abs() > 1e-12).any(0).any(0).nonzero().reshape(-1).tolist()
-    if not turned or (turned[-1] - turned[0]) % 2 == 0:
+    if not turned:
         return None
-    start, rotary_dim = turned[0], turned[-1] - turned[0] + 1
-    half = rotary_dim // 2
     rows = draw((num_tokens, x.width), 7)
     styles: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
-    for style in styles:
+    spans = {(turned[0], turned[-1] - turned[0] + 1), (0, head_width)}  # some angles may be 0
+    for (start, rotary_dim), style in product(sorted(spans, reverse=True), styles):
+        if rotary_dim % 2:
+            continue
+        half = rotary_dim // 2
         first = [start + (i if style == "half" else 2 * i) for i in range(half)]
         second = [start + (i + half if style == "half" else 2 * i + 1) for i in range(half)]
         angles = torch.atan2(maps[1, second, first], maps[1, first, first])
@@ -246,3 +249,37 @@ def find_sinusoids(near: Any, far: Any, far_position: int) -> tuple[Sinusoids, i
             else:
                 return Sinusoids(denominator), offset
     return None
+
+
+def find_growth(near: Any, far: Any, far_position: int, numbers: Sequence[float]) -> Growth | None:
+    """Returns the table of factors by position that rows `[T, W]` of factors at the first positions
+    and from `far_position` on are of; its settings are among `numbers`.
+    """
+    count = len(near)
+    for floor in sorted({int(each) for each in numbers if each > 1 and each == int(each)}):
+        for slope in sorted({each for each in numbers if 0 < each < 10}):
+            for shift in (0, 1):
+                cases = [(near, 0), (far, far_position)]
+                if all(
+                    are_equal(rows, _grown(first + torch.arange(count), floor, slope, shift, rows))
+                    for rows, first in cases
+                ):
+                    return Growth(floor, slope, shift)
+    return None
+
+
+def _grown(positions: Any, floor: int, slope: float, shift: int, like: Any) -> Any:
+    """Returns the factors of positions, in the shape of `like`."""
+    factors = 1 + slope * torch.log1p(((positions + shift) // floor).double())
+    return factors[:, None].expand(like.shape)
+
+
+def numbers_in(config: Mapping[str, Any]) -> list[float]:
+    """Returns the numbers of a config and the tables within it."""
+    found: list[float] = []
+    for value in config.values():
+        if isinstance(value, Mapping):
+            found += numbers_in(value)
+        elif type(value) in (int, float):
+            found.append(value)
+    return found

@@ -91,6 +91,14 @@ class StoredTensors:
             pieces[-1][1].append(row + offset)
         return [Piece(name, tuple(places), self._tensors[name].numel()) for name, places in pieces]
 
+    def find_stacked(self, parameter: str, count: int) -> str | None:
+        """Returns the tensor of a parameter of `count` rows with three or more axes."""
+        start = self._index[parameter] * PARAMETER
+        name = self._stacked.get(start)
+        whole = start + torch.arange(count)
+        is_whole = name is not None and torch.equal(self._tensors[name].reshape(-1), whole)
+        return name if is_whole else None
+
     def find_experts(
         self, parameter: str, num_experts: int, rows: Sequence[int], count: int
     ) -> list[Piece] | None:

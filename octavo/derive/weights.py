@@ -68,6 +68,13 @@ class Weights:
             raise reject(self._model_type, f"{name} is put together from several tensors")
         return Weight(pieces[0].tensor, shape)
 
+    def stacked(self, name: str) -> str:
+        """Returns the checkpoint's tensor of a parameter with three or more axes."""
+        found = self._captured.stored.find_stacked(name, self._captured.shapes[name][0])
+        if found is None:
+            raise reject(self._model_type, f"{name} is stored in another way")
+        return found
+
     def rows_of(self, matrix: Matrix, rows: Sequence[int]) -> tuple[Weight, ...]:
         """Returns the checkpoint's tensors of some rows of a matrix."""
         if matrix.transposed:

@@ -19,14 +19,17 @@ SPEC.loader.exec_module(derive_types)
 EXACT = (
     *("youtu", "minicpm3", "codegen", "gpt_neox_japanese", "mvp", "ctrl", "xglm", "big_bird"),
     *("camembert", "pegasus", "granitemoeshared", "aria_text", "minimax_m3_vl_text", "got_ocr2"),
+    *("roc_bert", "hrm_text"),
 )
 """Latent attention, attention of their own, tables of sines, segments, positions behind padding,
-parts of an encoder-decoder, stored experts, gates, and a text model within one of images."""
+parts of an encoder-decoder, stored experts, gates, a text model within one of images, several
+embeddings side by side, and layers that run several times."""
 
 REJECTED = {
     "gpt_neo": "does not read all earlier keys",  # windows in every second layer
     "apertus": "aten.",  # an activation with weights
-    "kimi_linear": "conv1d",
+    "kimi_linear": "are put together",
+    "lfm3": "aten.mul",  # a gate for each head
 }
 
 
