@@ -3,14 +3,12 @@
 import pytest
 
 from octavo.api.errors import UnsupportedModel
-from octavo.checkpoint.open import open_header
 from octavo.models.hf_config import HfConfig, model_info
 from octavo.models.registry import FAMILIES, build_programs
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Attention, Rope
-from tests.support import tiny_images
 from tests.support.chatglm import chatglm_config
-from tests.support.tiny_encoders import ENCODERS, encoder_config
+from tests.support.every_family import tiny_of
 from tests.support.tiny_models import tiny_model
 
 YARN = {
@@ -244,12 +242,7 @@ def config_of(family):
     """Returns the config.json of a tiny model of the family."""
     if family == "chatglm":
         return chatglm_config(tiny_model("glm").config)
-    if family in ENCODERS:
-        return encoder_config(family)
-    if family in tiny_images.FAMILIES:
-        return open_header(tiny_model(family, **tiny_images.CONFIGS[family]).path).config
-    stand_in = "llama" if family == "mistral" else family
-    return tiny_model(stand_in).config | {"model_type": family}
+    return tiny_of(family).config
 
 
 @pytest.mark.sampled(one_in=6)
@@ -402,7 +395,7 @@ def test_one_set_of_rope_parameters_for_layers_of_two_kinds():
 
 
 def test_modernbert_scales_the_ropes_of_all_layers():
-    config = encoder_config("modernbert")
+    config = dict(config_of("modernbert"))
     bases = {kind: rope["rope_theta"] for kind, rope in config.pop("rope_parameters").items()}
     scaling = {"rope_type": "linear", "factor": 3.0}
     by_type = {kind: scaling | {"rope_theta": theta} for kind, theta in bases.items()}
