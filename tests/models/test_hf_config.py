@@ -9,6 +9,7 @@ from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Attention, Rope
 from tests.support.chatglm import chatglm_config
 from tests.support.every_family import tiny_of
+from tests.support.tiny_encoders import encoder_config
 from tests.support.tiny_models import tiny_model
 
 YARN = {
@@ -395,7 +396,7 @@ def test_one_set_of_rope_parameters_for_layers_of_two_kinds():
 
 
 def test_modernbert_scales_the_ropes_of_all_layers():
-    config = dict(config_of("modernbert"))
+    config = encoder_config("modernbert")
     bases = {kind: rope["rope_theta"] for kind, rope in config.pop("rope_parameters").items()}
     scaling = {"rope_type": "linear", "factor": 3.0}
     by_type = {kind: scaling | {"rope_theta": theta} for kind, theta in bases.items()}
