@@ -59,8 +59,8 @@ BESIDE_EACH_OTHER := --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
-	@echo "> What is the capital of France?" >&2
-	@$(VENV)/bin/octavo run --model $(MODEL) "What is the capital of France?"
+	@echo "> Name the capital of France." >&2
+	@$(VENV)/bin/octavo run --model $(MODEL) "Name the capital of France."
 
 serve: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null

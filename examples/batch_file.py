@@ -15,7 +15,7 @@ import time
 
 from openai import OpenAI
 
-QUESTIONS = ["What is the capital of France?", "What is the opposite of cold?"]
+QUESTIONS = ["Name the capital of France.", "What is the opposite of cold?"]
 ENDPOINT = "/v1/chat/completions"
 client = OpenAI(
     base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", api_key="none"

@@ -12,7 +12,7 @@ from octavo import LLM, SamplingParams
 
 messages = [
     {"role": "system", "content": "You answer in one short sentence."},
-    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "user", "content": "Name the capital of France."},
 ]
 
 with LLM(model=sys.argv[1] if len(sys.argv) > 1 else "smollm2") as llm:

@@ -13,7 +13,7 @@ import sys
 
 from octavo import AsyncLLM
 
-QUESTIONS = ["Name three colours.", "What is the capital of France?", "Write a haiku about rain."]
+QUESTIONS = ["Name three colours.", "Name the capital of France.", "Write a haiku about rain."]
 
 
 async def ask(llm: AsyncLLM, question: str) -> None:

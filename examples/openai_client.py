@@ -17,7 +17,7 @@ client = OpenAI(
 )
 stream = client.chat.completions.create(
     model="smollm2",
-    messages=[{"role": "user", "content": "What is the capital of France?"}],
+    messages=[{"role": "user", "content": "Name the capital of France."}],
     temperature=0,
     max_tokens=40,
     stream=True,

@@ -23,7 +23,7 @@ with tempfile.TemporaryDirectory() as folder:
         print(llm.pin_prefix(prompt, ttl_s=3600), "tokens pinned for an hour")
 
     with LLM(model=MODEL, prefix_cache_dir=folder) as llm:  # a restart
-        question = {"role": "user", "content": "What is the capital of France?"}
+        question = {"role": "user", "content": "Name the capital of France."}
         params = SamplingParams(temperature=0, max_tokens=20)
         (output,) = llm.chat([SYSTEM_MESSAGE, question], params)
         num_prompt_tokens = len(output.prompt_token_ids)

@@ -13,7 +13,7 @@ import sys
 
 from octavo import LLM, SamplingParams
 
-QUESTIONS = ["What is the capital of France?", "What is the opposite of cold?"]
+QUESTIONS = ["Name the capital of France.", "What is the opposite of cold?"]
 SYSTEM = "You are a careful assistant. " + "Answer in one short sentence. " * 20
 PARAMS = SamplingParams(temperature=0, max_tokens=20)
 

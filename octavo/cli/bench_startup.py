@@ -24,7 +24,7 @@ from octavo.api.errors import BackendUnavailable, WorkerFailed
 from octavo.cli.common.flags import with_engine_flags
 from octavo.cli.common.model import with_local_model
 
-PROMPT = "What is the capital of France?"
+PROMPT = "Name the capital of France."
 
 Prompt = Annotated[str, typer.Option(help="Use this prompt")]
 Rounds = Annotated[int, typer.Option(help="Start each command N times", min=1)]

@@ -287,7 +287,7 @@ def _request_to_try(slot: EngineSlot) -> tuple[str, dict[str, Any]]:
         return "/v1/embeddings" if pools == "embed" else "/classify", {"input": text}
     if not has_text:
         return "/v1/completions", {"prompt": [1, 2, 3]}
-    question = {"role": "user", "content": "What is the capital of France?"}
+    question = {"role": "user", "content": "Name the capital of France."}
     return "/v1/chat/completions", {"messages": [question], "temperature": 0}
 
 

@@ -32,7 +32,7 @@ def test_a_server_without_a_model_is_asked_again(stranger, server):
 
 
 def test_an_answer_streams_and_is_announced_once_it_is_complete(visitor):
-    visitor.ask("What is the capital of France?")
+    visitor.ask("Name the capital of France.")
     assert "Paris" in visitor.answer()
     assert "Paris" in visitor.page.inner_text("#status")
     assert "tokens/s" in visitor.page.inner_text(".facts")

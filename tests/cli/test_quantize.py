@@ -78,7 +78,7 @@ def test_the_default_model_needs_no_option_and_keeps_its_sampling_values(octavo,
         "round-to-nearest (rtn); for higher accuracy use gptq with --calibration TEXT" in ended.err
     )
     assert "one scale for groups of 64 inputs" in ended.err
-    answer = octavo("run", tmp_path / "made", "What is the capital of France?", "--max-tokens=12")
+    answer = octavo("run", tmp_path / "made", "Name the capital of France.", "--max-tokens=12")
     assert "Paris" in answer.out
     assert "temperature 0, repetition_penalty 1.05" in answer.err
 

@@ -246,7 +246,7 @@ def test_a_repetition_ends_the_answer_with_a_message(octavo, tiny):
 
 @pytest.mark.model
 def test_the_default_model_knows_paris_and_begins_with_few_imports():
-    text, num_modules = run_counting_imports("run", "What is the capital of France?")
+    text, num_modules = run_counting_imports("run", "Name the capital of France.")
     assert "Paris" in text
     assert num_modules < 900
 
@@ -254,7 +254,7 @@ def test_the_default_model_knows_paris_and_begins_with_few_imports():
 @pytest.mark.model
 def test_the_default_model_answers_a_question_that_echo_pipes():
     asked = process("run", "smollm2")
-    out, err = asked.communicate("What is the capital of France?\n")
+    out, err = asked.communicate("Name the capital of France.\n")
     assert asked.returncode == 0 and "The capital of France is Paris." in out, err
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.live_server import LiveServer
 
 MODEL = "smollm2"
-QUESTION = "What is the capital of France? Answer in one word."
+QUESTION = "Name the capital of France. Answer in one word."
 
 # Some of the clients report their use, or look for newer prices; the tests need no network.
 os.environ |= {

@@ -38,7 +38,7 @@ def test_broken_answers(answer, fault):
 @pytest.mark.parametrize(
     ("example", "right", "wrong"),
     [
-        ("What is the capital of France?", "It is Paris.", "It is Lyon."),
+        ("Name the capital of France.", "It is Paris.", "It is Lyon."),
         ("Name three colours.", "Red, green and blue.", "Red and green."),
         ("lived in London", '{"name": "Ada Lovelace", "city": "London"}', '{"name": "Ada"}'),
     ],

@@ -3,13 +3,14 @@
 import pytest
 
 from octavo.api.errors import UnsupportedModel
+from octavo.checkpoint.open import open_header
 from octavo.models.hf_config import HfConfig, model_info
 from octavo.models.registry import FAMILIES, build_programs
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import Attention, Rope
 from tests.support.chatglm import chatglm_config
 from tests.support.every_family import tiny_of
-from tests.support.tiny_encoders import encoder_config
+from tests.support.tiny_encoders import ENCODERS, encoder_config
 from tests.support.tiny_models import tiny_model
 
 YARN = {
@@ -116,8 +117,8 @@ REFUSED = [
     ),
     (
         "llama",
-        {"rope_parameters": {"rope_type": "proportional"}},
-        "rope type 'proportional' is not supported, known are default, lin",
+        {"rope_parameters": {"rope_type": "spiral"}},
+        "rope type 'spiral' is not supported, known are default, lin",
     ),
     (
         "llama",
@@ -243,7 +244,9 @@ def config_of(family):
     """Returns the config.json of a tiny model of the family."""
     if family == "chatglm":
         return chatglm_config(tiny_model("glm").config)
-    return tiny_of(family).config
+    if family in ENCODERS:
+        return encoder_config(family)
+    return open_header(tiny_of(family).path).config
 
 
 @pytest.mark.sampled(one_in=6)

@@ -6,7 +6,7 @@ from tests.support.live_server import LiveServer
 
 pytestmark = pytest.mark.model
 
-CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+CAPITAL = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture(scope="module")

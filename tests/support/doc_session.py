@@ -34,7 +34,7 @@ PLACEHOLDERS = {
     r"cross-encoder/[\w-]+": "minilm",
 }
 """Words of the examples for which readers write their own."""
-TYPED = {"octavo chat": "What is the capital of France?\n/bye\n"}
+TYPED = {"octavo chat": "Name the capital of France.\n/bye\n"}
 """What a reader types into a command."""
 
 
