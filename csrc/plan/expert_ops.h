@@ -63,6 +63,8 @@ struct RouteOp : Op {
         for (int j = 0; j < spec.top_k; j++) sum += weights[j];
         for (int j = 0; j < spec.top_k; j++)
             weights[j] = (spec.normalize ? weights[j] / sum : weights[j]) * spec.scale;
+        if (spec.factors)
+            for (int j = 0; j < spec.top_k; j++) weights[j] *= spec.factors[ids[j]];
     }
 
   private:

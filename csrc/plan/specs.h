@@ -369,13 +369,13 @@ struct RouteSpec {
     ValueSlice logits, weights;
     int top_k = 0;
     Score score{};
-    FloatArray bias{};  // [E] or null
+    FloatArray bias{}, factors{};  // [E] or null
     int num_groups = 1, top_groups = 1;
     GroupRank group_rank{};
     bool normalize = false, scales_rows = false;
     float scale = 1, jitter = 0;
     OCTAVO_FIELDS(RouteSpec, logits, weights, top_k, score, bias, num_groups, top_groups, group_rank,
-                  normalize, scales_rows, scale, jitter)
+                  normalize, scales_rows, scale, jitter, factors)
     int num_experts() const { return logits.width; }
 
     int route = 0;  // index of the choice

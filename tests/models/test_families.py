@@ -411,8 +411,7 @@ RUNS = [
     (case, backend)
     for case, (family, _) in CASES.items()
     for backend in TOLERANCE
-    if backend != "native"
-    or (family in (*NATIVE_FAMILIES, *TEXT_ONLY, "mistral") and case != "gemma4-experts")
+    if backend != "native" or (family in (*NATIVE_FAMILIES, *TEXT_ONLY, "mistral"))
 ]
 
 

@@ -118,8 +118,6 @@ def _check_attributes(program: Program, op: Op) -> None:
         _check_attention(program, op)
     if isinstance(op, ops.KvWrite):
         _check_write(program, op)
-    if isinstance(op, expert_ops.Route) and op.factors is not None:
-        raise _refusal(program, "experts with a factor each")
     if isinstance(op, ops.Linear | expert_ops.GroupedLinear) and op.gate is not None:
         check_activation(program, op.gate.activation)
     if isinstance(op, ops.Linear | ops.ActMul) and op.scores is not None:

@@ -35,6 +35,7 @@ class ExpertLowering:
                 scales_rows=op.scales_rows,
                 scale=op.scale,
                 jitter=op.jitter,
+                factors=self._context.floats_or_none(op.factors),
             )
         )
         self._routes |= dict.fromkeys(op.outs, (route, op))
