@@ -84,7 +84,7 @@ def test_only_the_first_requests_are_read(trace):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: no JSON: "),
+        ("{", "line 2: not valid JSON: "),
         (
             "[1]",
             "line 2: got [1], expected an object with timestamp, input_length and output_length",

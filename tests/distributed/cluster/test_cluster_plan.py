@@ -84,8 +84,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
             {"instances": [{"name": "a", "options": {"rank-address": "127.0.0.1:9"}}]},
             "options: rank_address is set by the plan",
         ),
-        ({"instances": [{"name": "a", "role": "decode"}]}, "role decode with peers None"),
-        ({"instances": [{"name": "a", "peers": "b"}]}, "role both with peers b"),
+        ({"instances": [{"name": "a", "role": "decode"}]}, "peers: got None with role decode"),
+        ({"instances": [{"name": "a", "peers": "b"}]}, "peers: got b with role both"),
         (
             {"instances": [{"name": "a", "role": "decode", "peers": "b"}]},
             "unknown group 'b'",
