@@ -122,7 +122,7 @@ def test_a_buffer_of_whole_numbers_is_left_out(octavo, model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--method=gptq",), "--method gptq --calibration TEXT (a file similar to the model's prompts)"),
+        (("--method=gptq",), "--method gptq --calibration TEXT (a file similar"),
         (("--method=rtn", "--bits=7"), "bits: got 7"),
         (("--method=rtn", "--bits=8", "--zero-point"), "zero-point: compressed-tensors of 8 bits"),
         (("--method=rtn", "--bits=6", "--format=gguf", "--zero-point"), "zero-point: gguf of 6"),

@@ -110,7 +110,7 @@ def test_thresholds_make_zeros_of_small_numbers_in_sparse_rows(name):
 
 
 def test_a_threshold_without_a_place_is_refused():
-    with pytest.raises(ConfigError, match="the file has a threshold for nowhere, which is no matmul weight of toy"):
+    with pytest.raises(ConfigError, match="nowhere, which is no matmul weight of toy"):
         sparsify(program(), Thresholds({"nowhere": 0.1}))
 
 
