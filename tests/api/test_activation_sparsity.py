@@ -203,8 +203,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too much": ({"activation_sparsity": 0.96}, "activation_sparsity: got 0.96, expected 0 to"),
     "less than nothing": ({"activation_sparsity": -0.1}, "expected a number of at least 0"),
     "no number": ({"ffn_sparsity": "gate:much"}, "ffn_sparsity: got 'gate:much', expected"),
-    "no share": ({"ffn_sparsity": "gate:0"}, "ffn_sparsity: got 'gate:0', expected 'exact' or"),
-    "unknown": ({"ffn_sparsity": "relu"}, "ffn_sparsity: got 'relu', expected 'exact' or"),
+    "no share": ({"ffn_sparsity": "gate:0"}, "ffn_sparsity: got 'gate:0', expected 'exact', or"),
+    "unknown": ({"ffn_sparsity": "relu"}, "ffn_sparsity: got 'relu', expected 'exact', or"),
     "no calibration": (
         {"activation_sparsity": 0.2, "calibration": None},
         "activation_sparsity: requires a calibration\nhint: create one",

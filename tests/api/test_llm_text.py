@@ -204,7 +204,9 @@ def test_a_chat_goes_on_within_its_last_message(llm, only_letters):
     (plain,) = llm.generate("<|turn|>user:Hi<|turn|>assistant:so ", only_letters(), use_tqdm=False)
     assert continued.prompt_token_ids == plain.prompt_token_ids
     assert continued.outputs[0].text == plain.outputs[0].text
-    with pytest.raises(InvalidRequest, match="continue_final_message: got a last message"):
+    with pytest.raises(
+        InvalidRequest, match="continue_final_message: the last message has the role"
+    ):
         llm.chat(talk[:1], only_letters(), use_tqdm=False, continue_final_message=True)
 
 

@@ -294,7 +294,7 @@ def test_a_file_that_becomes_shorter_ends_the_engine(directory):
 
 def test_weights_whose_sums_have_an_order_are_refused(directory):
     with pytest.raises(
-        BackendUnavailable, match="neuron_cache_bytes: takes weights with one scale"
+        BackendUnavailable, match="neuron_cache_bytes: requires int8 weights with one scale"
     ):
         by_neurons("llama", directory, 64 << 20, quantization=None)
 

@@ -244,5 +244,5 @@ def test_a_recording_makes_the_same_trees_again(tmp_path):
     ],
 )
 def test_trees_are_refused_where_guesses_cannot_branch(options, where):
-    with pytest.raises(ConfigError, match=f"spec_tree_width: got 2 {where}, expected 1"):
+    with pytest.raises(ConfigError, match=f"spec_tree_width: got 2, expected 1 {where}"):
         make_llm(spec_tree_width=2, **({"backend": "native"} | options))

@@ -261,7 +261,7 @@ def test_unknown_things_are_named(llama: Path, tmp_path: Path) -> None:
         ): "block_count is 1, but the file has .* 2 layers",
         content.replace(
             b"llama.block_count\x04\0\0\0\x02", b"llama.block_count\x04\0\0\0\xff"
-        ): "block_count is 255, the file",
+        ): "block_count is 255, but the file",
     }
     for number, (changed, message) in enumerate(cases.items()):
         path = tmp_path / f"{number}.gguf"
