@@ -21,7 +21,7 @@ from octavo.program.program import CacheGroup, GroupKind, Value, Weight
 SOFTMAX = frozenset(("aten.softmax", "aten._softmax", "aten._safe_softmax"))
 
 MAX_REGION = 20
-"""Nodes between the scores of attention and their softmax, at most."""
+"""Maximum number of nodes between attention scores and their softmax."""
 
 PRODUCTS = frozenset(("aten.matmul", "aten.bmm", "aten.baddbmm"))
 
@@ -34,7 +34,7 @@ class AttentionDeriver:
         self._graph = state.graph
         self._emitter = state.emitter
         self.has_own = False
-        """Whether the model computes scores, softmax and values itself."""
+        """Whether the model computes attention without transformers' interface."""
         self._groups: dict[tuple[GroupKind, int, int, int, int | None], tuple[str, int]] = {}
         self._layers: dict[Any, tuple[str, int]] = {}
 
@@ -74,7 +74,7 @@ class AttentionDeriver:
         sinks: Weight | None = None,
         bias: AlibiBias | None = None,
     ) -> Value:
-        """Appends attention of heads `[H, D]`, of which row maps end in these axes."""
+        """Appends attention; the row maps of q, k and v end in the axes `[H, D]`."""
         q, *every = (_heads(rows) for rows in qkv)
         k, v = (_distinct_heads(each) for each in every)
         if len(k) != len(v):
@@ -112,7 +112,7 @@ class AttentionDeriver:
     def new_layer(
         self, kind: GroupKind, heads: int, widths: tuple[int, int], size: int | None
     ) -> tuple[str, int]:
-        """Returns the cache group and the layer in it of other keys and values."""
+        """Adds a layer of keys and values; returns its cache group and its index in the group."""
         key = (kind, heads, *widths, size)
         number = 1 + sum(other[0] == kind for other in self._groups)
         new = kind if number == 1 else f"{kind}{number}"
@@ -123,8 +123,8 @@ class AttentionDeriver:
     # -- latent attention --------------------------------------------------------------------------
 
     def _lower_latent(self, node: Node, q: Node, k: Node, v: Node, scale: float) -> bool:
-        """Lowers attention whose keys and values are products of a latent, but for a rotary part
-        that all heads share (DeepSeek-V2, section 2.1); returns whether it is one.
+        """Lowers latent attention (MLA, DeepSeek-V2, section 2.1): keys and values are matmuls of a
+        latent, except for a rotary part that all heads share. Returns False for other attention.
         """
         rows = self._state.rows | self._state.moved
         queries, keys, values = (_heads(rows[each]) for each in (q, k, v))
@@ -172,7 +172,7 @@ class AttentionDeriver:
     # -- attention without the interface -----------------------------------------------------------
 
     def lower_product(self, node: Node) -> bool:
-        """Lowers a matmul of softmax weights and values; returns whether it is one."""
+        """Lowers a matmul of softmax weights and values; returns False for another matmul."""
         if name_of(node) == "aten.baddbmm" or len(node.args) < 2:
             return False
         weights, v = node.args[:2]
@@ -199,7 +199,9 @@ class AttentionDeriver:
         return True
 
     def _rule(self, softmax: Node, q: Node, k: Node) -> tuple[float, AlibiBias | None] | None:
-        """Returns scale and bias of causal attention weights, found by their values."""
+        """Identifies the scale and the bias of causal attention by its weights' values; None if
+        they are of another kind.
+        """
         if self._graph.cone(softmax, [q, k])[1]:
             return None
         q_rows, k_rows = self._state.rows[q], self._state.rows[k]
@@ -234,7 +236,7 @@ class AttentionDeriver:
 
 
 def find_scores(graph: TracedGraph, softmax: Node) -> Node | None:
-    """Returns the product of queries and keys of which a softmax is."""
+    """Returns the matmul of queries and keys that a softmax reads; None if there is none."""
     count = graph.shape(softmax)[-1]
     stack, seen = [softmax], {softmax}
     while stack and len(seen) < MAX_REGION:
@@ -248,8 +250,8 @@ def find_scores(graph: TracedGraph, softmax: Node) -> Node | None:
 
 
 def have_causal_masks(captured: Captured) -> bool:
-    """Whether every softmax of scores reads the keys up to each query, and no other, in a text as
-    long as the captured one.
+    """Whether every softmax of attention scores is causal in a text of the captured length: each
+    query reads all keys up to its own position, and no later one.
     """
     graph = TracedGraph(captured)
     for node in graph.nodes:
@@ -275,7 +277,7 @@ def _heads(rows: RowMap) -> torch.Tensor:
 
 
 def _distinct_heads(columns: torch.Tensor) -> torch.Tensor:
-    """Returns the heads of `[H, D]` without those that repeat the one before."""
+    """Returns the distinct heads of `[H, D]`, if each is repeated equally often in a row."""
     count = len(columns)
     for kept in (each for each in range(1, count) if count % each == 0):
         if torch.equal(columns[:: count // kept].repeat_interleave(count // kept, 0), columns):

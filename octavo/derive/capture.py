@@ -83,9 +83,9 @@ class Captured:
     experts: list[ExpertModule]
     """Expert modules, by the index that experts ops have as an argument."""
     max_positions: int
-    """Length up to which tables of positions reach."""
+    """Number of positions in tables of positions."""
     padding: int | None
-    """Token that models with positions of their own do not count."""
+    """Padding token, which some models leave out when they count positions."""
 
 
 def reject(model_type: str, what: str, *, hint: str | None = None) -> UnsupportedModel:
@@ -168,8 +168,8 @@ class CallRecorder:
         mask_function: Callable[..., Any] | None = None,
         **_: Any,
     ) -> Any:
-        """Returns the mask's values, which models with an attention of their own add to scores,
-        with its function.
+        """Returns the mask with its function as an attribute. Models that compute attention
+        themselves add the mask's values to the scores.
         """
         assert mask_function is not None
         one = torch.zeros(batch_size, dtype=torch.long)[:, None, None, None]
@@ -206,7 +206,7 @@ class CallRecorder:
 
 
 def _identified(module: Any, name: str, model_type: str) -> ExpertModule:
-    """Returns what an experts module computes, found by its values."""
+    """Identifies the function of an experts module by its values."""
     gate: ActMul | Act | None
     if module.has_gate:
         settings = [each for each in vars(module).values() if type(each) in (int, float)]
@@ -361,7 +361,7 @@ def build_model(config: Mapping[str, Any]) -> tuple[Any, Any]:
     """
     hf_config = make_config(config)
     hf_config._experts_implementation = NAME
-    for attention in (NAME, "eager"):  # old models know no other than their own
+    for attention in (NAME, "eager"):  # older models support no other implementation
         hf_config._attn_implementation = attention
         try:
             with double_precision(), EmptyOnMeta():

@@ -1,4 +1,4 @@
-"""Lowers causal convolutions over earlier rows, each column on its own."""
+"""Lowers causal depthwise convolutions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ PADS = frozenset(("aten.pad", "aten.constant_pad_nd"))
 
 
 class ConvolutionDeriver:
-    """Lowers the convolutions of one graph; their earlier rows are in cache groups."""
+    """Lowers the convolutions of one graph; cache groups store their earlier rows."""
 
     def __init__(self, state: LoweringState, attention: AttentionDeriver) -> None:
         self._state = state
         self._attention = attention
 
     def lower(self, node: Node) -> bool:
-        """Lowers a convolution of rows after zeros, or the first rows of one between zeros; returns
-        whether the node is one.
+        """Lowers a convolution with zeros before the rows, or the first T rows of one with zeros on
+        both sides; returns False for another node.
         """
         count, convolution = self._state.num_tokens, node
         while name_of(convolution) in SAME | {"aten.slice"}:
@@ -83,13 +83,11 @@ class ConvolutionDeriver:
 
 
 def _arguments(convolution: Node) -> tuple[Any, ...]:
-    defaults: tuple[Any, ...] = (None, None, None, (1,), (0,), (1,), 1)
-    given = convolution.args
-    return (*given, *defaults[len(given) :])
+    return _with_defaults(convolution.args, None, None, None, (1,), (0,), (1,), 1)
 
 
 def _takes_first(node: Node) -> bool:
-    """Whether a slice, of a slice, takes the first elements of the last axis."""
+    """Whether slices, possibly nested, take the first elements of a convolution's last axis."""
     each: Any = node
     while name_of(each) != "aten.conv1d":
         if name_of(each) == "aten.slice":
@@ -104,5 +102,9 @@ def _takes_first(node: Node) -> bool:
 
 
 def _slice_arguments(node: Any) -> tuple[Any, ...]:
-    given = tuple(node.args[1:])
-    return (*given, *(0, None, None, 1)[len(given) :])
+    return _with_defaults(node.args[1:], 0, None, None, 1)
+
+
+def _with_defaults(arguments: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
+    """Returns an op's arguments; missing ones at the end have their defaults."""
+    return (*arguments, *defaults[len(arguments) :])

@@ -15,14 +15,14 @@ LIKE = {
     **dict.fromkeys(("aten.new_empty", "aten.empty_like", "aten.zeros_like", "aten.new_zeros"), 0),
     **dict.fromkeys(("aten.ones_like", "aten.new_ones"), 1),
 }
-"""Operations whose result is one number, in the shape of another tensor."""
+"""Operations that return a constant tensor in the shape of another, and the constant."""
 
 SHAPED = {
     "aten.reshape_as": ATEN.reshape.default,
     "aten.view_as": ATEN.reshape.default,
     "aten.expand_as": ATEN.expand.default,
 }
-"""Operations that arrange a tensor as another is."""
+"""Operations that give a tensor the shape of another, and the same with an explicit shape."""
 
 
 def functionalize(module: GraphModule) -> None:
@@ -54,8 +54,8 @@ def _fill_value(node: Node, name: str) -> Any:
 
 
 def _without_mutation(graph: Graph, node: Node, name: str) -> None:
-    """Replaces an operation by the one with a new result; that becomes the result of whatever the
-    changed tensor is a slice of.
+    """Replaces an in-place operation by the one that returns a new tensor. If the changed tensor is
+    a slice, the new tensor is scattered into the tensor that it is a slice of.
     """
     if name == "aten.copy_":
         changed, source = node.args[:2]
@@ -75,7 +75,7 @@ def _without_mutation(graph: Graph, node: Node, name: str) -> None:
 
 
 def _scatter(graph: Graph, node: Node, changed: Node) -> None:
-    """Makes later readers of the tensors that `changed` is a slice of read the new values."""
+    """Makes later readers of `changed`, and of the tensors it is a slice of, read `node`."""
     new, old = node, changed
     while old.op == "call_function" and old.target in (ATEN.slice.Tensor, ATEN.select.int):
         base = cast(Node, old.args[0])

@@ -49,7 +49,7 @@ class ProgramLowering:
         self._prober = Prober(self._state)
         self._experts = ExpertDeriver(self._state)
         self._partial: dict[Node, Any] = {}
-        """Numbers of the elements of tensors that are not written entirely yet."""
+        """Element numbers of tensors that are only partly written so far."""
         self._attention = AttentionDeriver(self._state)
         self._convolutions = ConvolutionDeriver(self._state, self._attention)
         self._ids = Value("token_ids", "tokens", 1, "int")
@@ -202,7 +202,7 @@ def _numbers(rows: Any) -> Any:
 
 
 def _no_numbers(value: Any) -> Any:
-    """Returns numbers of no element, which a row map has nowhere."""
+    """Returns -1 for each element of a constant: no element of any row."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return torch.full(value.shape, -1)
     return value

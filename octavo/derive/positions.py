@@ -1,4 +1,4 @@
-"""Identifies which rows of a table of positions or segments a graph reads."""
+"""Identifies the rows of a table of positions or segments that a graph reads."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class TableRows:
 
 
 def find_rows(graph: TracedGraph, indices: Node) -> TableRows | None:
-    """Returns the rows that `indices` name, whatever the tokens; None for any others.
+    """Returns the rows that `indices` name; None if they depend on the tokens or follow another
+    rule.
 
-    Padding tokens are left out: models that do not count them read another row for them.
+    Padding tokens are not tried: models that do not count them read another row for them.
     """
     if indices in graph.values:
         return _rows_of([graph.values[indices]], [graph.far_values[indices]], graph.far_position)

@@ -93,7 +93,7 @@ class Prober:
             return False
         op: Op | None = None
         order = None
-        """Column of the op that each column of a head is, if they are in another order."""
+        """Order of a head's columns in the op, if it differs from the graph's."""
         if not are_equal(near, far):
             if not names:
                 width = rows.shape[-1]
@@ -160,7 +160,7 @@ class Prober:
     def _with_vector(  # a region by its node, parameter, input and function
         self, node: Node, name: str, rows: RowMap, x: Value, region: Region
     ) -> bool:
-        """Lowers a sum or product of rows and a parameter: one number, or one for each column."""
+        """Lowers a sum or product of rows and a parameter of one element or one per column."""
         shape = self._state.captured.shapes[name]
         if shape not in ((1,), (x.width,)):
             return False
@@ -177,7 +177,7 @@ class Prober:
             ),
             None,
         )
-        if kind is None or (kind is Add and shape == (1,) != (x.width,)):
+        if kind is None or (kind is Add and shape != (x.width,)):  # Add does not broadcast
             return False
         stored = self._state.weights.whole(name)
         row = self._emitter.value(stored.name, "tokens", shape[0])

@@ -169,7 +169,7 @@ def find_rope(region: Region, x: Value, out: Value, head_width: int, num_tokens:
     return None
 
 
-def find_combination(  # noqa: PLR0917  # a region, its Values, and what it may be made of
+def find_combination(  # noqa: PLR0917  # a region, its Values, and candidates for numbers
     region: Callable[[Any, Any], Any],
     x: Value,
     y: Value,
@@ -199,7 +199,7 @@ def find_combination(  # noqa: PLR0917  # a region, its Values, and what it may 
 
 
 def _gates(gate: Value, up: Value, out: Value, numbers: Sequence[float]) -> Iterator[ActMul]:
-    """Yields the gates that a region with these numbers may be, the simplest first."""
+    """Yields the gates that a region with these numbers could compute, the simplest first."""
     positive = sorted({float(number) for number in numbers if 0 < number < 1e3})
     for clamp in (None, *positive):
         for offset in (0.0, 1.0):
@@ -213,8 +213,8 @@ def _gates(gate: Value, up: Value, out: Value, numbers: Sequence[float]) -> Iter
 def find_expert_gate(
     function: Callable[[Any], Any], numbers: Sequence[float]
 ) -> tuple[ActMul, bool] | None:
-    """Returns the gate of a function of `[T, 2 * W]`, between placeholders, and whether gate and up
-    are halves of the row, instead of alternating.
+    """Identifies the gate of a function of `[T, 2 * W]`. Returns the op, between placeholders, and
+    whether gate and up are the halves of a row (True) or alternate (False); None if no op matches.
     """
     width = 6
     gate, up, out = (Value(name, "tokens", width) for name in ("gate", "up", "out"))
@@ -231,8 +231,9 @@ def find_expert_gate(
 
 
 def find_sinusoids(near: Any, far: Any, far_position: int) -> tuple[Sinusoids, int] | None:
-    """Returns which table of sines, then cosines, has these rows `[T, W]` at the first positions
-    and from `far_position` on, and the row of the first position.
+    """Identifies a table of sines followed by cosines, given its rows `[T, W]` at the first
+    positions and from `far_position` on. Returns it and the row of the first position; None if no
+    table matches.
     """
     count, width = near.shape
     if width % 2:
@@ -252,8 +253,9 @@ def find_sinusoids(near: Any, far: Any, far_position: int) -> tuple[Sinusoids, i
 
 
 def find_growth(near: Any, far: Any, far_position: int, numbers: Sequence[float]) -> Growth | None:
-    """Returns the table of factors by position that rows `[T, W]` of factors at the first positions
-    and from `far_position` on are of; its settings are among `numbers`.
+    """Identifies factors that grow with the position, given as rows `[T, W]` at the first positions
+    and from `far_position` on. `numbers` are the candidates for the settings. Returns None if none
+    match.
     """
     count = len(near)
     for floor in sorted({int(each) for each in numbers if each > 1 and each == int(each)}):

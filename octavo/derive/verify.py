@@ -44,17 +44,17 @@ TABLE_TOLERANCE = 1e-7
 """The same for Programs with tables of sines, which are in fp32."""
 
 WINDOW_KEYS = ("window", "attention_chunk", "local_attention")
-"""Parts of the names of windows and chunks."""
+"""Substrings of the config keys of windows and chunks."""
 
 TEXT_KEYS = ("text_config", "decoder")
-"""Names of the config of a text model within another."""
+"""Names of the text model's config within a composite config."""
 
 DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
-"""Names of the number of layers in configs that describe an encoder, too."""
+"""Names of the number of decoder layers in configs that also describe an encoder."""
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config of the text model within one of several."""
+    """Returns the config of the text model within a composite config, else the config itself."""
     parts = (config.get(key) for key in TEXT_KEYS)
     return next((each for each in parts if isinstance(each, dict) and "model_type" in each), config)
 
@@ -86,7 +86,7 @@ def shrink(config: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def shorten_windows(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config with windows and chunks that a short text is longer than."""
+    """Returns the config with windows and chunks of at most WINDOW tokens."""
     short = dict(config)
     for key, value in config.items():
         if isinstance(value, dict):
@@ -166,14 +166,14 @@ def verify(program: Program, config: Mapping[str, Any]) -> None:
 
 
 def tolerance(program: Program) -> float:
-    """Returns the largest difference that rounding explains."""
+    """Returns the maximum difference of logits that rounding may cause."""
     has_table = any(isinstance(weight.fill, Sinusoids) for weight in program.weights)
     return TABLE_TOLERANCE if has_table else TOLERANCE
 
 
 def _check_unread(model: Any, tokens: Sequence[int], logits: Any, unread: set[str]) -> None:
-    """Rejects a Program that does not read tensors on which the logits depend, unlike those of a
-    vision tower or of attention to an encoder: without numbers in these, nothing changes.
+    """Raises UnsupportedModel if the logits depend on unread tensors: fills these with NaN and
+    computes the logits again. Tensors of a vision tower, for example, do not change them.
     """
     if not unread:
         return

@@ -1,5 +1,6 @@
-"""Gemma 4's decoder: full layers with larger heads, keys as values, per-layer embeddings, last
-layers that share earlier layers' KV, a factor per layer, and routed experts beside the MLP.
+"""Gemma 4's decoder: full-attention layers with larger heads, values computed from keys, per-layer
+embeddings, last layers that read earlier layers' KV, a scale per layer, and routed experts in
+addition to the MLP.
 
 Gemma team 2026.
 """
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.api.errors import UnsupportedModel
-from octavo.models.decoder import DecoderShape, Frame, finish_decoder, plan_cache
+from octavo.models.decoder import DecoderShape, Frame, LayerCache, finish_decoder, plan_cache
 from octavo.models.gemma_parts import PerLayerInputs, SharedKvAttention, scale_columns
 from octavo.models.hf_config import HfConfig
 from octavo.models.mlps import gated_experts, gated_mlp
@@ -24,7 +25,7 @@ ROPES = {
     "sliding_attention": {"rope_type": "default"},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
 }
-"""Default parameters of RoPE."""
+"""Default RoPE parameters by layer type."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -32,14 +33,15 @@ def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config, num_kv_heads=4, head_dim=256, tied=True)
     windows = config.layer_windows(shape.num_layers, config.window(512), lambda i: (i + 1) % 6 != 0)
     windows = (*windows[:-1], None)  # the last layer is always a full one, as in transformers
-    layers = Gemma4Layers.read(config, shape, windows)
+    cache = plan_cache(shape, windows, num_shared=config.integer("num_kv_shared_layers", 0))
+    layers = Gemma4Layers.read(config, shape, windows, cache.layers)
     full = layers.attention.shapes[-1]
     dim, num_kv_heads = full.head_dim, full.num_kv_heads
     groups = tuple(
         group
         if group.window is not None
         else replace(group, num_kv_heads=num_kv_heads, k_width=dim, v_width=dim)
-        for group in plan_cache(shape, windows, num_shared=layers.num_shared).groups
+        for group in cache.groups
     )
     b = Builder("decoder", groups, shape.vocab_size)
     ids, scale = b.token_ids(), shape.hidden_size**0.5
@@ -55,7 +57,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Experts:
-    """Softmax-routed experts with a factor each."""
+    """Softmax-routed experts, each with a learned output scale."""
 
     num_experts: int
     top_k: int
@@ -86,7 +88,6 @@ class Gemma4Layers:
 
     shape: DecoderShape
     attention: SharedKvAttention
-    num_shared: int
     widths: Sequence[int]
     """MLP width of each layer."""
     activation: Activation
@@ -94,7 +95,12 @@ class Gemma4Layers:
     experts: Gemma4Experts | None
 
     @staticmethod
-    def read(config: HfConfig, shape: DecoderShape, windows: Sequence[int | None]) -> Gemma4Layers:
+    def read(
+        config: HfConfig,
+        shape: DecoderShape,
+        windows: Sequence[int | None],
+        caches: Sequence[LayerCache],
+    ) -> Gemma4Layers:
         num_layers, num_shared = shape.num_layers, config.integer("num_kv_shared_layers", 0)
         keys_as_values = config.flag("attention_k_eq_v", False)
         full_shape = _full_shape(config, shape, windows)
@@ -127,13 +133,12 @@ class Gemma4Layers:
             shape=shape,
             attention=SharedKvAttention(
                 shapes=[full_shape if each else shape for each in is_full],
-                caches=plan_cache(shape, windows, num_shared=num_shared).layers,
+                caches=caches,
                 ropes=[full if each else sliding for each in is_full],
                 num_own=num_layers - num_shared,
                 bias=config.flag("attention_bias", False),
                 keys_as_values=[each and keys_as_values for each in is_full],
             ),
-            num_shared=num_shared,
             widths=[width] * (num_layers - num_shared) + [shared_width] * num_shared,
             activation=activation,
             own=PerLayerInputs(shape, own_width, own_vocab_size) if own_width else None,

@@ -1,5 +1,5 @@
-"""Parts that Gemma 3n and Gemma 4 share: attention whose last layers read KV of earlier ones, and
-per-layer embeddings.
+"""Components of both Gemma 3n and Gemma 4: attention whose last layers read the KV cache of earlier
+layers, and per-layer embeddings.
 
 Gemma team 2025.
 """
@@ -18,7 +18,7 @@ from octavo.program.program import Span, Value, Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedKvAttention:
-    """Attention with norms of q, k and v heads and without a scale."""
+    """Attention with RMS norms of the q, k and v heads and a scale of 1."""
 
     shapes: Sequence[DecoderShape]
     """Shape of each layer."""
@@ -28,7 +28,7 @@ class SharedKvAttention:
     """Number of layers that write KV."""
     bias: bool
     keys_as_values: Sequence[bool] | None = None
-    """Which layers have no v_proj and use the output of k_proj (Gemma 4); None: no layer."""
+    """Whether each layer has no v_proj and uses the output of k_proj (Gemma 4); None: no layer."""
 
     def __call__(self, b: Builder, x: Value, i: int) -> Value:
         shape, cache, rope = self.shapes[i], self.caches[i], self.ropes[i]
@@ -54,22 +54,22 @@ class SharedKvAttention:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputs:
-    """Embeddings of each layer, all in one table, plus a projection of the common ones."""
+    """Per-layer embeddings: one table for all layers, plus a projection of the token embeddings."""
 
     shape: DecoderShape
     width: int
     vocab_size: int
 
     def __call__(self, b: Builder, ids: Value, embedded: Value, i: int) -> Value:
-        """Appends layer i's rows."""
+        """Appends the per-layer embeddings `[T, width]` of layer i."""
         width, total = self.width, self.shape.num_layers * self.width
         table = Weight("model.embed_tokens_per_layer.weight", (self.vocab_size, total))
         own = table_part(b, ids, table, (i * width, (i + 1) * width), scale=width**0.5)
         rows = Rows(width, total, i * width)
-        made = linear_part(b, embedded, "model.per_layer_model_projection", rows)
-        made = b.scale(made, self.shape.hidden_size**-0.5)
-        made = b.rms_norm(made, "model.per_layer_projection_norm", self.shape.norm_eps)
-        return b.scale(b.add(made, own), 2**-0.5)
+        projected = linear_part(b, embedded, "model.per_layer_model_projection", rows)
+        projected = b.scale(projected, self.shape.hidden_size**-0.5)
+        projected = b.rms_norm(projected, "model.per_layer_projection_norm", self.shape.norm_eps)
+        return b.scale(b.add(projected, own), 2**-0.5)
 
 
 def table_part(b: Builder, ids: Value, table: Weight, columns: Span, *, scale: float) -> Value:

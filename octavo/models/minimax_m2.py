@@ -27,11 +27,10 @@ def build(config: HfConfig) -> dict[str, Program]:
     config.without_effect("layernorm_full_attention_beta", "layernorm_linear_attention_beta")
     config.without_effect("num_mtp_modules", "mtp_transformer_layers", "use_mtp")
     shape = DecoderShape.read(config, num_kv_heads=8, head_dim=128)
+    rotary_fraction = 1.0
     if config.values.get("rotary_dim") is not None and not config.table("rope_parameters"):
-        share = config.size("rotary_dim") / shape.head_dim
-        given = config.values.get("partial_rotary_factor")
-        config = config.with_values(partial_rotary_factor=share if given is None else given)
-    rope = rope_parameters(config, default_theta=DEFAULT_THETA, partial=1.0).table(shape.head_dim)
+        rotary_fraction = config.size("rotary_dim") / shape.head_dim
+    rope = rope_parameters(config, default_theta=DEFAULT_THETA, partial=rotary_fraction)
     num_experts, top_k = config.count("num_experts", 256), config.count("num_experts_per_tok", 8)
     width = config.size("intermediate_size", 1536)
     activation = config.activation("hidden_act", "silu")
@@ -56,5 +55,5 @@ def build(config: HfConfig) -> dict[str, Program]:
             names=("w1", "w3", "w2"),
         )
 
-    ropes = (rope,) * shape.num_layers
+    ropes = (rope.table(shape.head_dim),) * shape.num_layers
     return build_llama(config, shape=shape, ropes=ropes, row_norms=True, mlp=mlp)

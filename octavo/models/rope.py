@@ -288,7 +288,7 @@ def _longrope(p: RopeParameters, dim: int) -> RopeTable:
 
 
 def _proportional(p: RopeParameters, dim: int) -> RopeTable:
-    """Rotates the first share of a head's pairs, with frequencies as if all rotated; the other
+    """Rotates the first fraction of a head's pairs, with frequencies as if all rotated; the other
     pairs have frequency 0.
     """
     count, factor = int(p.share * dim // 2), p.positive("factor", 1.0)

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+QWEN3_5: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
 DETAILS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "max_position_embeddings": 2048},
     "qwen2": {
@@ -87,25 +97,9 @@ DETAILS: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.25,
         },
     },
-    "qwen3_5_text": {
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 12,
-        "linear_value_head_dim": 20,
-    },
-    "qwen3_5_moe_text": {
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 12,
-        "linear_value_head_dim": 20,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5
+    | {
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 34,

@@ -52,7 +52,7 @@ def gemma4_config(header: Header) -> Config:
             "full_attention": {
                 "rope_type": "proportional",
                 "rope_theta": float(header.number("rope.freq_base", 1000000.0)),
-                "partial_rotary_factor": _share_of_pairs(header),
+                "partial_rotary_factor": _rotated_fraction(header),
             },
         },
         "final_logit_softcapping": header.get("final_logit_softcapping"),
@@ -62,13 +62,18 @@ def gemma4_config(header: Header) -> Config:
     }
 
 
-def _share_of_pairs(header: Header) -> float:
-    """Returns the share of rotated pairs; files give the others a factor of 1e30."""
+def _rotated_fraction(header: Header) -> float:
+    """Returns the fraction of pairs that RoPE rotates; in files, the other pairs have a frequency
+    factor of 1e30.
+    """
     name = "rope_freqs.weight"
     if not header.has(name):
         return 1.0
     factors = header.file.tensor(name).dequantize()
     num_rotated = int(np.count_nonzero(factors == 1))
     if (factors[:num_rotated] != 1).any() or (factors[num_rotated:] < 1e29).any():
-        raise UnsupportedModel(f"{header.file.path}: {name} has other factors than 1 and 1e30")
+        raise UnsupportedModel(
+            f"{header.file.path}: {name} has unexpected values, expected 1 for the first pairs"
+            " and 1e30 for the rest"
+        )
     return num_rotated / len(factors)
