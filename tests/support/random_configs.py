@@ -39,11 +39,11 @@ FIXED = {
     "deepseek_v2": {"norm_topk_prob", "mlp_bias"},
     "gemma": {"use_bidirectional_attention"},
     "gemma2": {"use_bidirectional_attention"},
-    "gemma3_text": {"attn_logit_softcapping"},
+    "gemma3_text": {"attn_logit_softcapping", "use_bidirectional_attention"},
     "bloom": {"apply_residual_connection_post_layernorm"},
     "mpt": {"no_bias"},
 }
-"""Options in which a family knows one value only."""
+"""Options of which a family supports a single value, and rejects others by name."""
 OWN_ROPES = (
     *("gemma3_text", "gemma3n_text", "gemma4_text", "olmo3", "ministral3", "phimoe"),
     "hunyuan_v1_moe",
