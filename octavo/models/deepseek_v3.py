@@ -179,7 +179,8 @@ class DeepseekMlp:
         group_rank: GroupRank = "two_best",
     ) -> DeepseekMlp:
         """Reads the sizes; keyword defaults are the family's."""
-        config.without_effect("norm_topk_prob")  # no layer has routed experts
+        # Without routed layers the first has no effect, without dense layers the second.
+        config.without_effect("norm_topk_prob", "intermediate_size")
         return DeepseekMlp(
             config=config,
             num_experts=config.count("n_routed_experts"),

@@ -406,3 +406,10 @@ def test_modernbert_scales_the_ropes_of_all_layers():
     old = {"local_rope_theta": bases["sliding_attention"], "rope_scaling": scaling}
     old["global_rope_theta"] = bases["full_attention"]
     assert build_programs(config | old) == build_programs(config | {"rope_parameters": by_type})
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+def test_widths_that_no_layer_has_are_accepted(num_dense):
+    """A model without dense layers may have `intermediate_size` in its config, and vice versa."""
+    config = config_of("deepseek_v3")
+    build_programs(config | {"first_k_dense_replace": num_dense, "intermediate_size": 48})
