@@ -411,5 +411,5 @@ def test_modernbert_scales_the_ropes_of_all_layers():
 @pytest.mark.parametrize("num_dense", [0, 2])
 def test_widths_that_no_layer_has_are_accepted(num_dense):
     """A model without dense layers may have `intermediate_size` in its config, and vice versa."""
-    config = config_of("deepseek_v3")
-    build_programs(config | {"first_k_dense_replace": num_dense, "intermediate_size": 48})
+    config = config_of("deepseek_v3") | {"first_k_dense_replace": num_dense}
+    build_programs(config | {"intermediate_size": 48}, every_key=True)
