@@ -83,7 +83,7 @@ class ConvolutionDeriver:
 
 
 def _arguments(convolution: Node) -> tuple[Any, ...]:
-    return _with_defaults(convolution.args, None, None, None, (1,), (0,), (1,), 1)
+    return _with_defaults(convolution.args, (None, None, None, (1,), (0,), (1,), 1))
 
 
 def _takes_first(node: Node) -> bool:
@@ -102,9 +102,9 @@ def _takes_first(node: Node) -> bool:
 
 
 def _slice_arguments(node: Any) -> tuple[Any, ...]:
-    return _with_defaults(node.args[1:], 0, None, None, 1)
+    return _with_defaults(node.args[1:], (0, None, None, 1))
 
 
-def _with_defaults(arguments: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
+def _with_defaults(arguments: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns an op's arguments; missing ones at the end have their defaults."""
     return (*arguments, *defaults[len(arguments) :])
