@@ -88,7 +88,10 @@ def test_beside_a_draft_model(adapters, lora, plain):
 def test_under_preemption(adapters, lora, plain, mode):
     blocks = 9 * 2 * 2 * 2 * 16 * 16 * 4
     options = {"kv_cache_memory_bytes": blocks, "preemption_mode": mode, "max_model_len": 80}
+    once = SamplingParams(temperature=0, max_tokens=1)
     with make_llm(backend="native", **options, **lora) as llm:
+        # Requests wait for their adapters: load those first, so that all four start together.
+        llm.generate([[5]] * len(adapters), once, lora_request=adapters, use_tqdm=False)
         found = generate(llm, adapters)
         assert llm.get_metrics().num_preemptions > 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
