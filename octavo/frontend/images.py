@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from octavo.api.errors import InvalidRequest, shown
 from octavo.engine.protocol.step import MediaItem, MediaPixels
 from octavo.frontend.arguments import Messages
@@ -132,12 +134,8 @@ class ImageInputs:
             if token != token_id:
                 new_ids.append(token)
                 continue
-            image = next(left)
-            media.append(
-                MediaItem(
-                    image.pixels.digest, len(new_ids), image.num_tokens, image.grid, image.is_whole
-                )
-            )
-            new_ids += [token_id] * image.num_tokens
-        pixels = {image.pixels.digest: image.pixels for image in images}
+            image, first = next(left), len(new_ids)
+            media += [replace(item, place=item.place + first) for item in image.media]
+            new_ids += image.token_ids
+        pixels = {view.digest: view for image in images for view in image.pixels}
         return PromptWithImages(new_ids, media, list(pixels.values()))

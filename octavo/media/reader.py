@@ -15,9 +15,11 @@ import numpy as np
 
 from octavo.api.errors import InvalidRequest
 from octavo.engine.protocol.step import MediaPixels
+from octavo.media.image_tokens import ImageTokens
 from octavo.media.limits import ImageLimits, check_size, image_error
 from octavo.media.rules import ImageRules
 from octavo.media.sources import read_file, read_source
+from octavo.media.views import cut_views
 from octavo.text.ports import DecodedImage
 
 if TYPE_CHECKING:
@@ -34,13 +36,15 @@ class PillowReader:
 
     rules: ImageRules
     limits: ImageLimits
-    token_id: int
-    """Placeholder token of each image row."""
-    is_whole: bool
-    """Whether an image's rows attend to one another."""
+    tokens: ImageTokens
     replacements: Mapping[str, str] = field(default_factory=dict)
     """Placeholder texts in a prompt and their replacements, each of which contains the token once.
     """
+
+    @property
+    def token_id(self) -> int:
+        """Placeholder token of each image row."""
+        return self.tokens.token_id
 
     def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
         """Reads images from URLs, paths, bytes, Pillow images or arrays."""
@@ -53,7 +57,7 @@ class PillowReader:
             )
         need_pillow()
         return [
-            source if isinstance(source, DecodedImage) else self._scaled(self._image(source))
+            source if isinstance(source, DecodedImage) else self._prepared(self._image(source))
             for source in sources
         ]
 
@@ -66,12 +70,14 @@ class PillowReader:
             return decoded(source, self.limits)
         return as_image(source, self.limits)
 
-    def _scaled(self, image: Image) -> DecodedImage:
-        height, width = self.rules.get_size(image.height, image.width)
-        data = image.resize((width, height), self.rules.resample).tobytes()  # type: ignore[arg-type]
-        rows, columns = height // self.rules.multiple, width // self.rules.multiple
-        pixels = MediaPixels(self._digest(height, width, data), height, width, data)
-        return DecodedImage(pixels, rows * columns, (rows, columns), self.is_whole)
+    def _prepared(self, image: Image) -> DecodedImage:
+        views = cut_views(image, self.rules)
+        return self.tokens.decode([self._pixels(view) for view in views.images], views.tiles)
+
+    def _pixels(self, view: Image) -> MediaPixels:
+        data = view.tobytes()
+        digest = self._digest(view.height, view.width, data)
+        return MediaPixels(digest, view.height, view.width, data)
 
     def _digest(self, height: int, width: int, data: bytes) -> bytes:
         """Returns a digest of everything that determines the vision tower's output, except its

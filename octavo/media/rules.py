@@ -5,22 +5,20 @@ Source of names, defaults and formulas: the Pillow-based image processors of tra
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from octavo.api.errors import UnsupportedModel
-from octavo.media.limits import image_error
 
-MAX_RATIO = 200
-"""Largest aspect ratio of an image that keeps its shape."""
+Colors = tuple[tuple[float, ...], tuple[float, ...]]
+"""Means and standard deviations."""
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 
-STANDARD = ((0.5,) * 3, (0.5,) * 3)
-CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+STANDARD: Colors = ((0.5,) * 3, (0.5,) * 3)
+CLIP: Colors = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 """Means and standard deviations of colors for SigLIP and for CLIP."""
 
 BILINEAR, BICUBIC = 2, 3
@@ -31,10 +29,22 @@ class PixelSize(NamedTuple):
     width: int
 
 
+Resize = Literal["area", "longest_edge", "square"]
+"""How an image is resized; `views.py` has a function for each."""
+
+DEFAULTS: dict[Resize, tuple[Colors, int]] = {
+    "area": (CLIP, BICUBIC),
+    "longest_edge": (CLIP, BICUBIC),
+    "square": (STANDARD, BILINEAR),
+}
+"""Means and standard deviations, and resampling filter, that the files may omit."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageRules:
     """Resizing and normalization before the vision tower."""
 
+    resize: Resize
     side: int | None
     """Fixed side in pixels; None: images keep their aspect ratio."""
     multiple: int
@@ -42,6 +52,8 @@ class ImageRules:
     min_pixels: int
     max_pixels: int
     """Area limits of an image that keeps its aspect ratio."""
+    edge: int
+    """Longest edge in pixels; or the shortest one of a square that is cropped; 0: not cropped."""
     resample: int
     """Resampling filter, by Pillow's number."""
     factor: float
@@ -49,42 +61,20 @@ class ImageRules:
     std: tuple[float, ...]
     """Normalization: (pixel * factor - mean) / std."""
 
-    def get_size(self, height: int, width: int) -> PixelSize:
-        if self.side is not None:
-            return PixelSize(self.side, self.side)
-        if max(height, width) > MAX_RATIO * min(height, width):
-            raise image_error(
-                f"got {width:,} x {height:,} pixels, expected a side at most {MAX_RATIO} times"
-                " the other",
-                "split the image",
-            )
-        return scaled_size(height, width, self)
-
-
-def scaled_size(height: int, width: int, rules: ImageRules) -> PixelSize:
-    """Returns the nearest size of the same shape with sides that are multiples and an area within
-    limits, like `smart_resize` of transformers.
-    """
-    unit = rules.multiple
-    high, wide = (round(side / unit) * unit for side in (height, width))
-    if high * wide > rules.max_pixels:
-        shrink = math.sqrt(height * width / rules.max_pixels)
-        high, wide = (
-            max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width)
-        )
-    elif high * wide < rules.min_pixels:
-        grow = math.sqrt(rules.min_pixels / (height * width))
-        high, wide = (math.ceil(side * grow / unit) * unit for side in (height, width))
-    return PixelSize(high, wide)
-
 
 def image_rules(
-    config: Mapping[str, Any], *, side: int | None, multiple: int, max_tokens: int
+    config: Mapping[str, Any],
+    *,
+    side: int | None,
+    multiple: int,
+    max_tokens: int,
+    resize: Resize | None = None,
 ) -> ImageRules:
     """Reads the rules from the contents of preprocessor_config.json; {} for a model without this
     file.
 
-    `side` and `multiple` are the tower's; an image has at most `max_tokens` tokens.
+    `side` and `multiple` are the tower's; an image that keeps its aspect ratio has at most
+    `max_tokens` tokens. Without `resize`, images are scaled to `side`, or within an area.
     """
     config = config.get("image_processor", config)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
@@ -92,22 +82,59 @@ def image_rules(
             raise _wrong(name, False, "true")
     if config.get("do_pan_and_scan"):
         raise _wrong("do_pan_and_scan", True, "false")
+    resize = resize or ("area" if side is None else "square")
     size = config.get("size") or {}
-    mean, std = STANDARD if side is not None else CLIP
-    if side is not None and size and {size.get("height"), size.get("width")} != {side}:
-        raise _wrong("size", size, f"the {side} pixels of the tower's images")
+    if isinstance(size, int):
+        size = {"shortest_edge": size}
+    (mean, std), resample = DEFAULTS[resize]
     low = config.get("min_pixels") or size.get("shortest_edge") or 56 * 56
     high = config.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    if resize != "area":
+        low, high = 1, max_tokens * multiple**2
     return ImageRules(
+        resize=resize,
         side=side,
         multiple=multiple,
         min_pixels=_number("min_pixels", low),
         max_pixels=min(_number("max_pixels", high), max_tokens * multiple**2),
-        resample=config.get("resample", BICUBIC if side is None else BILINEAR),
+        edge=EDGES[resize](config, size, side),
+        resample=config.get("resample", resample),
         factor=float(config.get("rescale_factor", 1 / 255)),
         mean=_colours("image_mean", config.get("image_mean") or mean),
         std=_colours("image_std", config.get("image_std") or std),
     )
+
+
+def _no_edge(config: Mapping[str, Any], size: Mapping[str, Any], side: int | None) -> int:
+    return 0
+
+
+def _longest_edge(config: Mapping[str, Any], size: Mapping[str, Any], side: int | None) -> int:
+    sides = {size.get("height"), size.get("width")}
+    edge = size.get("longest_edge") or (sides.pop() if len(sides) == 1 else None) or 1024
+    return _number("size", edge)
+
+
+def _cropped_edge(config: Mapping[str, Any], size: Mapping[str, Any], side: int | None) -> int:
+    """Returns the shortest edge before cropping; 0 if the image is scaled to the square."""
+    edge, crop = size.get("shortest_edge"), config.get("crop_size") or {}
+    if edge is None:
+        if size and {size.get("height"), size.get("width")} != {side}:
+            raise _wrong("size", size, f"the {side} pixels of the tower's images")
+        return 0
+    if isinstance(crop, int):
+        crop = {"height": crop, "width": crop}
+    if config.get("do_center_crop") is False or {crop.get("height"), crop.get("width")} != {side}:
+        raise _wrong("crop_size", crop, f"the {side} pixels of the tower's images")
+    return _number("size", edge)
+
+
+EDGES: dict[Resize, Callable[[Mapping[str, Any], Mapping[str, Any], int | None], int]] = {
+    "area": _no_edge,
+    "longest_edge": _longest_edge,
+    "square": _cropped_edge,
+}
+"""Functions that read `ImageRules.edge`."""
 
 
 def rules_file(path: Path) -> Path | None:

@@ -7,14 +7,15 @@ decoder. "vision" computes a row per patch, "projector" one per cell.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import refuse_unread
 from octavo.models.hf_config import HfConfig
 from octavo.program.builder import Builder
-from octavo.program.ops import RopeTable
-from octavo.program.program import CacheGroup, Program, Value, Weight
+from octavo.program.ops import Attention, Embedding, RopeTable, ScatterRows
+from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 
 IMAGE, WINDOW = "image", "window"
 """Cache groups for keys of the entire image and of one window."""
@@ -55,6 +56,17 @@ class ImageLayout:
     """Whether an image's decoder rows attend to one another."""
     side: int | None = None
     """Fixed side of every image in pixels; None: the aspect ratio is kept."""
+    resize: Literal["area", "longest_edge", "square"] | None = None
+    """How images are resized; None: to `side`, or within an area if the aspect ratio is kept."""
+    line_end: int | None = None
+    """Text token after each line of image tokens."""
+    image_end: int | None = None
+    """Text token that replaces the last `line_end`."""
+    has_class_row: bool = False
+    """Whether the tower computes a class row before the patches."""
+    splits_columns: bool = False
+    """Whether a cell's row holds the values of one column of all patches side by side, instead of
+    one patch after the other."""
 
     @property
     def multiple(self) -> int:
@@ -97,6 +109,25 @@ class VisionShape:
         frequencies = tuple(theta ** -(i / dim) for i in range(0, dim, 2))
         count = len(frequencies)
         return RopeTable(frequencies * 2, axes=(0,) * count + (1,) * count)
+
+
+def with_image_rows(program: Program, *, sees_ahead: bool = False) -> Program:
+    """Returns a decoder in which external rows may replace token embeddings.
+
+    With `sees_ahead`, image tokens may attend to later ones.
+    """
+    ops: list[Op] = []
+    values: dict[Value, Value] = {}
+    for op in program.ops:
+        op = op.on(values)
+        if sees_ahead and isinstance(op, Attention):
+            op = replace(op, sees_ahead=True)
+        ops.append(op)
+        if isinstance(op, Embedding) and op.ids is not None and not values:
+            out = replace(op.out, name=f"{op.out.name}.with_images")
+            ops.append(ScatterRows(out, op.out))
+            values[op.out] = out
+    return replace(program, ops=tuple(ops))
 
 
 def vision_config(config: HfConfig) -> HfConfig:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from octavo.api.pooling_params import PairIds, TextPair
 from octavo.api.structured_outputs import GrammarSpec
-from octavo.engine.protocol.step import MediaPixels
+from octavo.engine.protocol.step import MediaItem, MediaPixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,14 +244,13 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodedImage:
-    """A preprocessed image and its placeholder tokens."""
+    """A preprocessed image: one or several views, and the tokens that represent them."""
 
-    pixels: MediaPixels
-    num_tokens: int
-    grid: tuple[int, int]
-    """Rows and columns of the tokens."""
-    is_whole: bool
-    """Whether the tokens attend to one another."""
+    token_ids: list[int]
+    """Tokens that replace the image's placeholder token."""
+    media: list[MediaItem]
+    """The views and their ranges in `token_ids`."""
+    pixels: list[MediaPixels]
 
 
 class ImageReader(Protocol):

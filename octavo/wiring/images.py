@@ -18,6 +18,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import expand_path, path_exists
 from octavo.executor.base import Backend, BackendOptions, Footprint
 from octavo.executor.kv import BLOCK_SIZE
+from octavo.media.image_tokens import ImageTokens
 from octavo.media.limits import ImageLimits
 from octavo.media.reader import PillowReader
 from octavo.media.rules import ImageRules, image_rules, rules_file
@@ -59,9 +60,7 @@ def make_image_reader(
     )
     rules = _rules(config, checkpoint, layout)
     _check_fits(config, layout, rules)
-    return PillowReader(
-        rules, limits, layout.token_id, layout.is_whole, _replacements(layout, tokenizer)
-    )
+    return PillowReader(rules, limits, _tokens(layout), _replacements(layout, tokenizer))
 
 
 def load_tower(
@@ -118,7 +117,7 @@ def _tower_options(
 ) -> BackendOptions:
     """Returns the options of the tower's backend, sized for the largest image."""
     max_pixels = rules.max_pixels if rules.side is None else rules.side**2
-    num_patches = max_pixels // layout.patch_size**2
+    num_patches = max_pixels // layout.patch_size**2 + layout.has_class_row
     return replace(
         options,
         kv_cache_dtype="auto",
@@ -139,6 +138,17 @@ def _rules(config: EngineConfig, checkpoint: ModelHeader, layout: ImageLayout) -
         side=layout.side,
         multiple=layout.multiple,
         max_tokens=config.media.max_image_tokens,
+        resize=layout.resize,
+    )
+
+
+def _tokens(layout: ImageLayout) -> ImageTokens:
+    return ImageTokens(
+        token_id=layout.token_id,
+        multiple=layout.multiple,
+        is_whole=layout.is_whole,
+        line_end=layout.line_end,
+        image_end=layout.image_end,
     )
 
 

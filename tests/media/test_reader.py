@@ -19,6 +19,7 @@ import PIL.Image
 import pytest
 
 from octavo.api.errors import InvalidRequest, UnsupportedModel
+from octavo.media.image_tokens import ImageTokens
 from octavo.media.limits import ImageLimits
 from octavo.media.reader import PillowReader
 from octavo.media.rules import image_rules
@@ -26,11 +27,12 @@ from tests.support.tiny_images import picture
 
 LIMITS = ImageLimits(max_images=3, max_bytes=100_000, max_pixels=100_000)
 FACTOR = 8
+TOKENS = ImageTokens(token_id=300, multiple=FACTOR)
 
 
 def reader(limits: ImageLimits = LIMITS, *, side: int | None = None) -> PillowReader:
     rules = image_rules({}, side=side, multiple=FACTOR, max_tokens=100)
-    return PillowReader(rules, limits, token_id=300, is_whole=False)
+    return PillowReader(rules, limits, TOKENS)
 
 
 def file_of(image: PIL.Image.Image, kind: str = "PNG") -> bytes:
@@ -122,7 +124,7 @@ def test_files_are_read_within_their_folder_only(tmp_path):
     names += [str(folder / "cat.png"), f"file://{folder}/cat.png"]
     for name in names:
         (image,) = reader(limits).read([name])
-        assert image.num_tokens
+        assert image.token_ids
     for name in ("../secret.png", "link.png", str(outside), "sub", "", "nothing.png", "a\0b"):
         assert "there is no file" in refusal(name, limits)
 
@@ -207,9 +209,9 @@ def test_an_address_that_does_not_answer_is_refused(address):
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_each_format_is_read(kind):
     (image,) = reader().read([data_url(file_of(picture(0, 64, 40), kind), f"image/{kind.lower()}")])
-    pixels = image.pixels
+    (pixels,), (item,) = image.pixels, image.media
     assert len(pixels.data) == 3 * pixels.height * pixels.width
-    assert (pixels.height, pixels.width) == (image.grid[0] * FACTOR, image.grid[1] * FACTOR)
+    assert (pixels.height, pixels.width) == (item.grid[0] * FACTOR, item.grid[1] * FACTOR)
 
 
 def test_an_image_is_turned_as_its_camera_was_held():
@@ -219,16 +221,18 @@ def test_an_image_is_turned_as_its_camera_was_held():
     file = io.BytesIO()
     image.save(file, "JPEG", exif=exif)
     (turned,) = reader().read([file.getvalue()])
-    assert turned.pixels.height > turned.pixels.width
+    assert turned.pixels[0].height > turned.pixels[0].width
 
 
 def test_the_digest_is_of_the_pixels_that_are_read():
     (one,), (same,) = reader().read([GOOD]), reader().read([data_url(GOOD)])
     (other,) = reader().read([picture(1)])
-    assert one.pixels.digest == same.pixels.digest != other.pixels.digest
+    digests = [image.pixels[0].digest for image in (one, same, other)]
+    assert digests[0] == digests[1] != digests[2]
     rules = image_rules({"image_mean": [0, 0, 0]}, side=None, multiple=FACTOR, max_tokens=100)
-    (scaled,) = PillowReader(rules, LIMITS, 300, is_whole=False).read([GOOD])
-    assert scaled.pixels.data == one.pixels.data and scaled.pixels.digest != one.pixels.digest
+    (scaled,) = PillowReader(rules, LIMITS, TOKENS).read([GOOD])
+    assert scaled.pixels[0].data == one.pixels[0].data
+    assert scaled.pixels[0].digest != digests[0]
 
 
 @pytest.mark.parametrize(

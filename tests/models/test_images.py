@@ -165,7 +165,7 @@ def test_pixels_equal_those_of_transformers_processor(family):
     made = processor_of(family)(images=[picture(1, 30, 52)], return_tensors="np")
     tower = run.loaded.tower
     assert tower is not None
-    patches = cut_patches(image.pixels, tower.layout, tower.scale)
+    patches = cut_patches(image.pixels[0], tower.layout, tower.scale)
     wanted = np.asarray(made["pixel_values"])
     if family == "gemma3":
         size, cell = tower.layout.patch_size, tower.layout.cell
@@ -176,7 +176,9 @@ def test_pixels_equal_those_of_transformers_processor(family):
     else:
         units = patches.rows.reshape(len(patches.cell_order), -1)
         found = units[patches.cell_order].reshape(wanted.shape)
-        assert image.grid == tuple(np.asarray(made["image_grid_thw"])[0, 1:] // tower.layout.cell)
+        assert image.media[0].grid == tuple(
+            np.asarray(made["image_grid_thw"])[0, 1:] // tower.layout.cell
+        )
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 

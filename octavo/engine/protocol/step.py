@@ -59,6 +59,8 @@ class MediaItem(msgspec.Struct, frozen=True):
     """Number of rows and columns of tokens that represent the image."""
     is_whole: bool = False
     """Whether its tokens attend to each other and must be computed in one step."""
+    line_tokens: int = 0
+    """Tokens of a line of the grid if a text token ends each line; 0: there are no such tokens."""
 
     @property
     def end(self) -> int:

@@ -39,7 +39,7 @@ class ImageTower:
         """Returns the decoder's rows of an image, in raster order, `[num_tokens, W]`."""
         patches = cut_patches(image, self.layout, self.scale)
         vision, projector = (self.programs[name] for name in TOWER)
-        batch = tower_batch(patches, vision.groups)
+        batch = tower_batch(patches, vision.groups, has_class_row=self.layout.has_class_row)
         runnable = self.runnables[vision.name]
         kv = self.backend.allocate(runnable.kv_layouts, get_num_blocks(batch))
         rows = runnable.run(batch, kv).arrays["rows"]
@@ -47,7 +47,10 @@ class ImageTower:
         if any(value.axis == "requests" for value in projector.outputs.values()):
             batch = rows_batch(rows, cell_rows)
         else:
-            batch = rows_batch(rows.reshape(len(rows) // cell_rows, -1), 1)
+            cells = rows.reshape(len(rows) // cell_rows, cell_rows, -1)
+            if self.layout.splits_columns:
+                cells = cells.transpose((0, 2, 1))
+            batch = rows_batch(cells.reshape(len(cells), -1), 1)
         runnable = self.runnables[projector.name]
         kv = self.backend.allocate(runnable.kv_layouts, [])
         made = runnable.run(batch, kv).arrays["rows"][patches.cell_order]

@@ -93,11 +93,15 @@ def _positions(rows: int, columns: int, layout: ImageLayout) -> NDArray[np.int32
     return by_cell.reshape(len(axes), rows * columns, cell * cell).astype(np.int32)
 
 
-def tower_batch(patches: Patches, groups: tuple[CacheGroup, ...]) -> StepBatch:
-    """Returns the step over all patches. Each window is a request; in groups that span the complete
-    image, all windows read the same blocks.
+def tower_batch(
+    patches: Patches, groups: tuple[CacheGroup, ...], *, has_class_row: bool = False
+) -> StepBatch:
+    """Returns the step over all patches, after a class row at position 0 if the tower has one. Each
+    window is a request; in groups that span the complete image, all windows read the same blocks.
     """
-    starts, count = patches.window_starts, len(patches.rows)
+    num_extra = int(has_class_row)
+    starts, count = patches.window_starts.copy(), len(patches.rows) + num_extra
+    starts[1:] += num_extra
     lengths = np.diff(starts)
     places = np.arange(count, dtype=np.int32)
     tables, slots, contexts = [], [], []
@@ -117,14 +121,14 @@ def tower_batch(patches: Patches, groups: tuple[CacheGroup, ...]) -> StepBatch:
     return StepBatch(
         token_ids=np.zeros(count, np.int32),
         places=places,
-        positions=patches.positions,
+        positions=np.pad(patches.positions + num_extra, ((0, 0), (num_extra, 0))),
         query_starts=starts,
         context_lens=np.array(contexts, np.int32).reshape(len(groups), num),
         slots=np.array(slots, np.int32).reshape(len(groups), count),
         block_tables=_padded(tables, num),
-        sample_rows=places,
+        sample_rows=places[num_extra:],
         given=patches.rows,
-        given_rows=places,
+        given_rows=places - num_extra,
     )
 
 

@@ -77,13 +77,13 @@ class StepMedia:
             if self._num_axes > 1:
                 model_input.positions[:, part] = get_positions(places, media, self._num_axes)
             for item in media:
-                inside = np.flatnonzero((places >= item.place) & (places < item.end))
+                inside, at = find_rows(places, item)
                 if not len(inside):
                     continue
                 token_indices = part.start + inside
                 first = sum(map(len, image_rows))
                 row_indices[token_indices] = first + np.arange(len(inside), dtype=np.int32)
-                image_rows.append(self._get_rows(item)[places[inside] - item.place])
+                image_rows.append(self._get_rows(item)[at])
                 if item.is_whole:
                     limits[token_indices] = item.end
         if image_rows:
@@ -103,6 +103,19 @@ class StepMedia:
 
     def close(self) -> None:
         self._tower.close()
+
+
+def find_rows(
+    places: NDArray[np.int32], item: MediaItem
+) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    """Returns which of the tokens at `places` are rows of a medium, and which row each one is."""
+    inside = np.flatnonzero((places >= item.place) & (places < item.end))
+    index = places[inside] - item.place
+    if not item.line_tokens:
+        return inside, index
+    line, column = np.divmod(index, np.int32(item.line_tokens))
+    is_row = column < item.line_tokens - 1
+    return inside[is_row], (index - line)[is_row]
 
 
 def get_positions(

@@ -1,0 +1,68 @@
+"""Tokens that represent an image's views in a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from octavo.engine.protocol.step import MediaItem, MediaPixels
+from octavo.text.ports import DecodedImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageTokens:
+    """Placeholder tokens of a model's images. A view is represented by one token per cell of
+    `multiple` x `multiple` pixels, row by row.
+    """
+
+    token_id: int
+    """Token of each cell."""
+    multiple: int
+    is_whole: bool = False
+    """Whether a view's tokens attend to one another."""
+    line_end: int | None = None
+    """Text token after each line of cells; None: lines follow each other."""
+    image_end: int | None = None
+    """Text token that replaces the last `line_end`."""
+    tile_tokens: Callable[[int, int], list[int]] | None = None
+    """Returns the tokens of an image in rows and columns of tiles, with `token_id` once per view;
+    None: views follow each other.
+    """
+
+    def decode(self, views: Sequence[MediaPixels], tiles: tuple[int, int]) -> DecodedImage:
+        """Returns an image's views with their tokens; `tiles` are the rows and columns that the
+        image was divided into, (0, 0) if it was not.
+        """
+        if self.tile_tokens is None:
+            template = [self.token_id] * len(views)
+        else:
+            template = self.tile_tokens(*tiles)
+        image = DecodedImage([], [], list(views))
+        left = iter(views)
+        for token_id in template:
+            if token_id == self.token_id:
+                self._add_view(image, next(left))
+            else:
+                image.token_ids.append(token_id)
+        return image
+
+    def _add_view(self, image: DecodedImage, view: MediaPixels) -> None:
+        """Appends a view's tokens."""
+        rows, columns = view.height // self.multiple, view.width // self.multiple
+        token_ids = [self.token_id] * columns
+        if self.line_end is not None:
+            token_ids.append(self.line_end)
+        token_ids *= rows
+        image.media.append(
+            MediaItem(
+                view.digest,
+                len(image.token_ids),
+                len(token_ids),
+                (rows, columns),
+                self.is_whole,
+                0 if self.line_end is None else columns + 1,
+            )
+        )
+        if self.image_end is not None:
+            token_ids[-1] = self.image_end
+        image.token_ids.extend(token_ids)
