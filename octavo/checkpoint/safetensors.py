@@ -66,7 +66,14 @@ INTEGERS = frozenset({"I16", "I32", "I64", "U16", "U32", "U64", "BOOL"})
 
 INDEX = "model.safetensors.index.json"
 
-BASE_PREFIXES = ("model.", "transformer.", "backbone.", "gpt_neox.")
+ENCODER_PREFIXES = (
+    *("albert.", "bert.", "deberta.", "distilbert.", "electra.", "gte.", "mpnet.", "new."),
+    "roberta.",
+)
+"""Prefixes of encoders. Whether a checkpoint has them may differ from its `architectures`: the
+published all-mpnet-base-v2 names a head, but was saved without one."""
+
+BASE_PREFIXES = ("model.", "transformer.", "backbone.", "gpt_neox.", *ENCODER_PREFIXES)
 """Prefixes omitted in checkpoints of base models."""
 
 WRAPPER_PREFIXES = ("language_model.", "model.language_model.")
@@ -262,6 +269,7 @@ class SafetensorsCheckpoint:
             name,
             bare,
             *(prefix + part for prefix in WRAPPER_PREFIXES for part in (name, bare)),
+            *(prefix + bare for prefix in ENCODER_PREFIXES),
         ]
         candidates += [f"model.{each}" for each in (name, tower_name(name))] + [tower_name(name)]
         return next((candidate for candidate in candidates if candidate in self._entries), None)

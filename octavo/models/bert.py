@@ -7,21 +7,16 @@ from octavo.models.encoder import (
     EncoderShape,
     Positions,
     base_prefix,
+    bert_classifier,
     bert_mlp,
     build_encoder,
 )
 from octavo.models.hf_config import HfConfig
-from octavo.program.builder import Builder
-from octavo.program.program import Program, Value
+from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
     shape, prefix = EncoderShape.read(config), base_prefix(config, "bert")
-
-    def classifier(b: Builder, x: Value, num: int) -> Value:
-        pooled = b.linear(b.pool_rows(x, "cls"), f"{prefix}pooler.dense", x.width, bias=True)
-        return b.linear(b.act(pooled, "tanh"), "classifier", num, bias=True)
-
     return build_encoder(
         config,
         shape,
@@ -31,5 +26,5 @@ def build(config: HfConfig) -> dict[str, Program]:
             num_segments=config.integer("type_vocab_size", 2),
         ),
         mlp=bert_mlp(config),
-        classifier=classifier,
+        classifier=bert_classifier(f"{prefix}pooler.dense"),
     )

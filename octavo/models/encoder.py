@@ -16,7 +16,7 @@ from octavo.models.hf_config import HfConfig
 from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.pooling import is_classifier, num_labels, pooling_mode
 from octavo.program.builder import Builder
-from octavo.program.ops import PositionBuckets, RopeTable, T5Bias
+from octavo.program.ops import Activation, PositionBuckets, RopeTable, T5Bias
 from octavo.program.program import CacheGroup, Program, Value
 
 Classifier = Callable[[Builder, Value, int], Value]
@@ -51,6 +51,8 @@ class EncoderShape:
     num_layers: int
     num_heads: int
     norm_eps: float
+    embedding_size: int = 0
+    """Columns of the embeddings, which a module projects to `hidden_size`; 0: `hidden_size`."""
 
     @property
     def head_dim(self) -> int:
@@ -86,6 +88,8 @@ class EncoderNames:
     prefix: str
     """Prefix of all modules except the head: "", or the base model's name and a dot."""
     layers: str = "encoder.layer"
+    shared_layers: tuple[str, ...] = ()
+    """Module of each layer, if several layers share one; (): `layers.N`."""
     query: str = "attention.self.query"
     key: str = "attention.self.key"
     value: str = "attention.self.value"
@@ -95,6 +99,13 @@ class EncoderNames:
     attention_norm: str = "attention.output.LayerNorm"
     mlp_norm: str = "output.LayerNorm"
     embedding_norm: str = "embeddings.LayerNorm"
+    projection: str = "embeddings_project"
+    """Module that projects embeddings of `embedding_size`."""
+
+    def layer(self, index: int) -> str:
+        """Returns the name of a layer's module."""
+        name = self.shared_layers[index] if self.shared_layers else f"{self.layers}.{index}"
+        return f"{self.prefix}{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +149,10 @@ def build_encoder(
     b = Builder("encoder", (group,), shape.vocab_size)
     x = embeddings(b, shape, f"{names.prefix}embeddings", positions)
     x = b.layer_norm(x, f"{names.prefix}{names.embedding_norm}", shape.norm_eps)
+    if shape.embedding_size:
+        x = b.linear(x, f"{names.prefix}{names.projection}", shape.hidden_size, bias=True)
     for i in range(shape.num_layers):
-        layer = f"{names.prefix}{names.layers}.{i}"
+        layer = names.layer(i)
 
         def norm(rows: Value, name: str, layer: str = layer) -> Value:
             return b.layer_norm(rows, f"{layer}.{name}", shape.norm_eps)
@@ -169,13 +182,14 @@ def build_encoder(
 
 def embeddings(b: Builder, shape: EncoderShape, module: str, positions: Positions) -> Value:
     """Appends the sum of token, segment and position embeddings."""
-    x = b.embedding(b.token_ids(), f"{module}.word_embeddings", shape.vocab_size, shape.hidden_size)
+    width = shape.embedding_size or shape.hidden_size
+    x = b.embedding(b.token_ids(), f"{module}.word_embeddings", shape.vocab_size, width)
     if positions.num_segments:
         name, num = f"{module}.token_type_embeddings", positions.num_segments
-        x = b.add(x, b.position_embedding(name, num, shape.hidden_size, axis=1))
+        x = b.add(x, b.position_embedding(name, num, width, axis=1))
     if positions.offset is not None:
         name, num = f"{module}.position_embeddings", positions.num_rows
-        at = b.position_embedding(name, num, shape.hidden_size, offset=positions.offset)
+        at = b.position_embedding(name, num, width, offset=positions.offset)
         x = b.add(x, at)
     return x
 
@@ -206,7 +220,17 @@ def bert_mlp(config: HfConfig) -> Mlp:
     return mlp
 
 
-def roberta_classifier(b: Builder, x: Value, num: int) -> Value:
+def bert_classifier(pooler: str) -> Classifier:
+    """Returns BERT's classifier: the named pooler and tanh on the first row, then `classifier`."""
+
+    def classifier(b: Builder, x: Value, num: int) -> Value:
+        pooled = b.linear(b.pool_rows(x, "cls"), pooler, x.width, bias=True)
+        return b.linear(b.act(pooled, "tanh"), "classifier", num, bias=True)
+
+    return classifier
+
+
+def roberta_classifier(b: Builder, x: Value, num: int, *, activation: Activation = "tanh") -> Value:
     """Appends RoBERTa's classifier: dense, tanh and out_proj on the first row."""
     dense = b.linear(b.pool_rows(x, "cls"), "classifier.dense", x.width, bias=True)
-    return b.linear(b.act(dense, "tanh"), "classifier.out_proj", num, bias=True)
+    return b.linear(b.act(dense, activation), "classifier.out_proj", num, bias=True)

@@ -1,11 +1,11 @@
-"""RoPE tables of a config: types default, linear, dynamic, llama3, yarn, longrope and
+"""RoPE tables of a config: types default, linear, dynamic, ntk, llama3, yarn, longrope and
 proportional.
 
 Reads old keys (`rope_theta` and a `rope_scaling` dict with `type`) and new ones (`rope_parameters`
 with `rope_type`). Sources: Su et al. 2021; linear: position interpolation, Chen et al. 2023;
 llama3: Meta's Llama 3.1 release; yarn: Peng et al. 2023, with the attention factor as in
-transformers; longrope: Ding et al. 2024; proportional: Gemma 4 in
-transformers.
+transformers; longrope: Ding et al. 2024; proportional: Gemma 4 in transformers; ntk: the fixed
+scaling of Alibaba-NLP's GTE (kexue.fm/archives/9706).
 """
 
 from __future__ import annotations
@@ -205,6 +205,15 @@ def _dynamic(p: RopeParameters, dim: int) -> RopeTable:
     return _default(p, dim)
 
 
+def _ntk(p: RopeParameters, dim: int) -> RopeTable:
+    """Multiplies the base by `factor`, and divides all frequencies so that the last one is divided
+    by `factor`.
+    """
+    factor = p.positive("factor")
+    scale = factor ** (2 / dim)
+    return RopeTable(tuple((p.theta * factor) ** -(i / dim) / scale for i in range(0, dim, 2)))
+
+
 def _llama3(p: RopeParameters, dim: int) -> RopeTable:
     """Scales long wavelengths by `factor`, keeps short ones, and interpolates in between."""
     factor = p.positive("factor")
@@ -300,6 +309,7 @@ _MAKERS: dict[str, Callable[[RopeParameters, int], RopeTable]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
+    "ntk": _ntk,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

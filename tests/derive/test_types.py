@@ -18,7 +18,14 @@ SPEC.loader.exec_module(derive_types)
 
 EXACT = (
     *("youtu", "minicpm3", "codegen", "gpt_neox_japanese", "mvp", "ctrl", "xglm", "big_bird"),
-    *("camembert", "pegasus", "granitemoeshared", "aria_text", "minimax_m3_vl_text", "got_ocr2"),
+    *(
+        "data2vec-text",
+        "pegasus",
+        "granitemoeshared",
+        "aria_text",
+        "minimax_m3_vl_text",
+        "got_ocr2",
+    ),
     *("roc_bert", "hrm_text"),
 )
 """Latent attention, attention of their own, tables of sines, segments, positions behind padding,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from octavo.api.errors import UnsupportedModel
 from octavo.executor.base import BackendOptions
@@ -106,6 +107,74 @@ def test_classifiers_score_as_transformers(saved: Any, family: str) -> None:
         expected = [model(torch.tensor(ids)[None]).logits[0].numpy() for ids in requests()]
     got = run(saved(model), backend=backend_named("native"))
     close(got, np.array(expected), 3e-5)
+
+
+@pytest.mark.parametrize("pooling", ["bos", "mean"])
+def test_eurobert_classifies_by_its_pooling(saved: Any, pooling: str) -> None:
+    model = encoder("eurobert", classifies=True)
+    pooled_late = model.classifier_pooling
+    model.config.classifier_pooling = model.classifier_pooling = pooling
+    try:
+        with torch.no_grad():
+            expected = [model(torch.tensor(ids)[None]).logits[0].numpy() for ids in requests()]
+        close(run(saved(model), backend=backend_named("native")), np.array(expected), 3e-5)
+    finally:
+        model.config.classifier_pooling = model.classifier_pooling = pooled_late
+
+
+@pytest.mark.parametrize("classifies", [False, True])
+def test_gte_of_its_own_release_is_that_of_transformers(saved: Any, classifies: bool) -> None:
+    """The released config has a scaling of RoPE that transformers has converted to others."""
+    factor, base, head = 8.0, 20_000.0, 18
+    model = encoder("gte", classifies=classifies)
+    rope = {"rope_type": "linear", "rope_theta": base * factor, "factor": factor ** (2 / head)}
+    config = type(model.config)(**model.config.to_dict() | {"rope_parameters": rope})
+    twin = type(model)._from_config(config, attn_implementation="eager").eval()
+    twin.load_state_dict(model.state_dict())
+    twin = in_float64(twin)
+    with double_precision(), torch.no_grad():
+        outputs = [twin(torch.tensor(ids)[None]) for ids in requests()]
+    expected = [
+        (one.logits if classifies else one.last_hidden_state.mean(dim=1))[0] for one in outputs
+    ]
+    path = saved(model, "mean") / "config.json"
+    released = json.loads(path.read_text()) | {
+        "model_type": "new",
+        "architectures": [f"New{'ForSequenceClassification' if classifies else 'Model'}"],
+        "position_embedding_type": "rope",
+        "layer_norm_type": "layer_norm",
+        "logn_attention_clip1": False,
+        "logn_attention_scale": False,
+        "pack_qkv": True,
+        "rope_parameters": None,
+        "rope_scaling": {"factor": factor, "type": "ntk"},
+        "rope_theta": base,
+        "unpad_inputs": False,
+        "use_memory_efficient_attention": False,
+    }
+    path.write_text(json.dumps(released))
+    close(run(path.parent), np.array(expected), 1e-9)
+
+
+@pytest.mark.parametrize("family", ["mpnet", "bert", "electra"])
+@pytest.mark.parametrize("names_head", [True, False])
+def test_tensors_may_have_the_prefix_of_another_class(
+    saved: Any, family: str, names_head: bool
+) -> None:
+    """all-mpnet-base-v2 names MPNetForMaskedLM, and its tensors have no prefix."""
+    model = encoder(family)
+    path = saved(model, "mean") / "config.json"
+    named = f"{type(model).__name__.removesuffix('Model')}ForMaskedLM" if names_head else None
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | ({"architectures": [named]} if named else {}))
+    )
+    if not names_head:
+        tensors = load_file(path.parent / "model.safetensors")
+        save_file(
+            {f"{family}.{name}": each for name, each in tensors.items()},
+            path.parent / "model.safetensors",
+        )
+    close(run(path.parent), wanted(family, "mean"), 1e-9)
 
 
 def test_reference_reads_segments_as_transformers(saved: Any) -> None:

@@ -34,6 +34,16 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "type_vocab_size": 0,
         "pooler_hidden_size": 72,
     },
+    "albert": {"embedding_size": 24, "num_hidden_groups": 2, "inner_group_num": 2},
+    "camembert": {},
+    "electra": {"embedding_size": 24},
+    "eurobert": {
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id"), 1),
+    },
+    "gte": {"type_vocab_size": 2},
+    "jina_embeddings_v3": {},
     "modernbert": {"local_attention": 20, "pad_token_id": 0, "num_hidden_layers": 4},
 }
 
