@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from octavo.api.errors import ConfigError
 
 T = TypeVar("T")
-Place = tuple[int, int]
+LineColumn = tuple[int, int]
 """Line and column, starting at 1."""
 Keys = tuple[str | int, ...]
 """Path of keys and indices from the document's root to a value."""
@@ -39,15 +39,15 @@ class DataFile:
     """Name used in errors, such as the option that gives the path."""
     path: str
     content: Any
-    places: Mapping[Keys, Place] = field(default_factory=dict)
+    positions: Mapping[Keys, LineColumn] = field(default_factory=dict)
 
     def where(self, *keys: str | int) -> str:
         """Returns "path:line:column" of a value, or of its nearest ancestor with a known
         position.
         """
-        while keys and keys not in self.places:
+        while keys and keys not in self.positions:
             keys = keys[:-1]
-        return ":".join(map(str, (self.path, *self.places.get(keys, ()))))
+        return ":".join(map(str, (self.path, *self.positions.get(keys, ()))))
 
     def convert(self, kind: type[T], *, hint: str | None = None) -> T:
         """Converts the content to a msgspec struct. The ConfigError for a wrong type gives the
@@ -61,14 +61,14 @@ class DataFile:
             text, _, at = str(error).partition(" - at `$")
             keys = _parse_keys(at.rstrip("`"))
             named = re.search(r"unknown field `(.*)`", text)
-            place = self.where(*keys, *([named[1]] if named else []))
+            position = self.where(*keys, *([named[1]] if named else []))
             what = f"{_format_keys(keys)}: " if keys else ""
             got = re.fullmatch(r"Expected (.*), got (.*)", text)
             if got:
                 text = f"got {got[2]}, expected {got[1]}"
                 if "`str" in got[1] and got[2] in ("`int`", "`float`", "`bool`"):
                     hint = 'write the text in "quotes"'
-            raise ConfigError(f"{self.name}: {place}: {what}{text}", hint=hint) from None
+            raise ConfigError(f"{self.name}: {position}: {what}{text}", hint=hint) from None
 
 
 def read_data_file(
@@ -87,9 +87,9 @@ def read_data_file(
         raise ConfigError(f"{name}: got {path}, expected files named *{', *'.join(FORMATS)}")
     text = _read_text(Path(path), name, max_bytes)
     try:
-        content, places = PARSERS[kind](text)
-    except _Broken as error:
-        line, column = error.place
+        content, positions = PARSERS[kind](text)
+    except _ParseError as error:
+        line, column = error.position
         got = "" if has_secrets else _quote_line(text, line)
         reason = _without_quotes(error.reason) if has_secrets else error.reason
         raise ConfigError(
@@ -97,16 +97,16 @@ def read_data_file(
         ) from None
     except RecursionError:
         raise ConfigError(f"{name}: {path}: not valid {kind}: nested too deeply") from None
-    return DataFile(name, str(path), content, places)
+    return DataFile(name, str(path), content, positions)
 
 
-class _Broken(Exception):
+class _ParseError(Exception):
     """A parse error and its position."""
 
-    def __init__(self, reason: str, place: Place) -> None:
+    def __init__(self, reason: str, position: LineColumn) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.place = place
+        self.position = position
 
 
 def _read_text(path: Path, name: str, max_bytes: int) -> str:
@@ -130,7 +130,7 @@ def _read_text(path: Path, name: str, max_bytes: int) -> str:
         ) from None
 
 
-def _parse_yaml(text: str) -> tuple[Any, dict[Keys, Place]]:
+def _parse_yaml(text: str) -> tuple[Any, dict[Keys, LineColumn]]:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -138,7 +138,9 @@ def _parse_yaml(text: str) -> tuple[Any, dict[Keys, Place]]:
             keys = [key.value for key, _ in node.value]
             for at, (key, _) in enumerate(node.value):
                 if key.value in keys[:at]:
-                    raise _Broken(f"the key {key.value!r} occurs twice", _get_place(key.start_mark))
+                    raise _ParseError(
+                        f"the key {key.value!r} occurs twice", _get_position(key.start_mark)
+                    )
             found: dict[Any, Any] = super().construct_mapping(node, deep)
             return found
 
@@ -147,66 +149,66 @@ def _parse_yaml(text: str) -> tuple[Any, dict[Keys, Place]]:
         node = loader.get_single_node()
         content = None if node is None else loader.construct_document(node)
     except yaml.reader.ReaderError as error:
-        raise _Broken(
-            f"{error.reason}: #x{error.character:04x}", _place_at(text, error.position)
+        raise _ParseError(
+            f"{error.reason}: #x{error.character:04x}", _position_at(text, error.position)
         ) from None
     except yaml.MarkedYAMLError as error:
         reason = " ".join(filter(None, [error.context, error.problem]))
         mark = error.problem_mark or error.context_mark
-        raise _Broken(reason, _get_place(mark) if mark else (1, 1)) from None
+        raise _ParseError(reason, _get_position(mark) if mark else (1, 1)) from None
     except ValueError as error:  # an invalid date
-        raise _Broken(str(error), (1, 1)) from None
-    return content, {} if node is None else dict(_places(node, (), set()))
+        raise _ParseError(str(error), (1, 1)) from None
+    return content, {} if node is None else dict(_walk_positions(node, (), set()))
 
 
-def _parse_toml(text: str) -> tuple[Any, dict[Keys, Place]]:
+def _parse_toml(text: str) -> tuple[Any, dict[Keys, LineColumn]]:
     try:
         return tomllib.loads(text), {}
     except tomllib.TOMLDecodeError as error:
         reason, _, at = str(error).partition(" (at ")
         numbers = [int(digits) for digits in re.findall(r"\d+", at)]
-        place = (numbers[0], numbers[1]) if len(numbers) == 2 else _place_at(text, len(text))
-        raise _Broken(reason, place) from None
+        position = (numbers[0], numbers[1]) if len(numbers) == 2 else _position_at(text, len(text))
+        raise _ParseError(reason, position) from None
 
 
-def _parse_json(text: str) -> tuple[Any, dict[Keys, Place]]:
+def _parse_json(text: str) -> tuple[Any, dict[Keys, LineColumn]]:
     import yaml
 
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise _Broken(error.msg, (error.lineno, error.colno)) from None
+        raise _ParseError(error.msg, (error.lineno, error.colno)) from None
     try:
         node = yaml.compose(text, yaml.SafeLoader)  # JSON is valid YAML, except for tabs
     except yaml.YAMLError:
         return content, {}
-    return content, dict(_places(node, (), set()))
+    return content, dict(_walk_positions(node, (), set()))
 
 
 PARSERS = {"YAML": _parse_yaml, "TOML": _parse_toml, "JSON": _parse_json}
 
 
-def _places(node: Any, keys: Keys, seen: set[int]) -> Iterator[tuple[Keys, Place]]:
+def _walk_positions(node: Any, keys: Keys, seen: set[int]) -> Iterator[tuple[Keys, LineColumn]]:
     """Yields the position of each value of a YAML node; for mapping values, the position of the
     key.
     """
     if not keys:
-        yield keys, _get_place(node.start_mark)
+        yield keys, _get_position(node.start_mark)
     if id(node) in seen or isinstance(node.value, str):
         return
     seen.add(id(node))
     for at, item in enumerate(node.value):
         key, value = item if isinstance(item, tuple) else (None, item)
         inner = (*keys, at if key is None else str(key.value))
-        yield inner, _get_place((key or value).start_mark)
-        yield from _places(value, inner, seen)
+        yield inner, _get_position((key or value).start_mark)
+        yield from _walk_positions(value, inner, seen)
 
 
-def _get_place(mark: Any) -> Place:
+def _get_position(mark: Any) -> LineColumn:
     return mark.line + 1, mark.column + 1
 
 
-def _place_at(text: str, position: int) -> Place:
+def _position_at(text: str, position: int) -> LineColumn:
     before = text[:position]
     return before.count("\n") + 1, position - before.rfind("\n")
 

@@ -43,7 +43,7 @@ from octavo.engine.recording.recorder import (
     StepComputed,
     StepPlanned,
 )
-from octavo.engine.requests.generation import Finish
+from octavo.engine.requests.sequence_state import Finish
 from octavo.engine.scheduler.scheduler import Scheduler
 
 CLOSE_S = 2.0

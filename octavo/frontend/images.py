@@ -135,7 +135,7 @@ class ImageInputs:
                 new_ids.append(token)
                 continue
             image, first = next(left), len(new_ids)
-            media += [replace(item, place=item.place + first) for item in image.media]
+            media += [replace(item, start=item.start + first) for item in image.media]
             new_ids += image.token_ids
         pixels = {view.digest: view for image in images for view in image.pixels}
         return PromptWithImages(new_ids, media, list(pixels.values()))

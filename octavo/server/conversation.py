@@ -10,8 +10,8 @@ from typing import Any
 
 from octavo.api.errors import InvalidRequest
 from octavo.frontend.prompt_inputs import Truncation
-from octavo.server.generation import make_chat_prompt
 from octavo.server.output_parser import OutputParser, build_parser, continued_text
+from octavo.server.output_streams import make_chat_prompt
 from octavo.server.roles import move_tool_images
 from octavo.server.state.served_model import ServedModel
 from octavo.server.tool_use import ToolUse, rename_functions

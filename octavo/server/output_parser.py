@@ -55,10 +55,10 @@ class OutputParser:
     """Reasoning that precedes the constrained content."""
     id_length: int = 0
     """Length of tool call ids, if the template checks it; 0: any."""
-    given: str = ""
+    prefix: str = ""
     """Text of the message that the output continues, without a trailing incomplete character."""
-    given_token_ids: tuple[int, ...] = ()
-    """Token ids of `given`."""
+    prefix_token_ids: tuple[int, ...] = ()
+    """Token ids of `prefix`."""
 
     def apply_to(self, params: SamplingParams) -> SamplingParams:
         """Adds the markers for the detokenizer, and the structured output that tool calls and
@@ -119,7 +119,7 @@ class OutputParser:
             return self
         hidden = tokenizer.special_token_ids - set(marks.shown_token_ids)
         new = (token_id for token_id in token_ids if token_id not in hidden)
-        token_ids_so_far = (*self.given_token_ids, *new)
+        token_ids_so_far = (*self.prefix_token_ids, *new)
         text = decode_whole_characters(tokenizer, token_ids_so_far, skip_special_tokens=False)
         opening = marks.reasoning_opening
         may_reason = bool(opening) and marks.reasoning_closing not in text
@@ -128,11 +128,11 @@ class OutputParser:
             reasoning_opening=opening if may_reason else "",
             begins_in_reasoning=may_reason and (marks.begins_in_reasoning or opening in text),
         )
-        return replace(self, given=text, given_token_ids=token_ids_so_far, marks=marks)
+        return replace(self, prefix=text, prefix_token_ids=token_ids_so_far, marks=marks)
 
     def reader(self) -> PartReader:
         """Returns a reader that parses one sample incrementally."""
-        return make_reader(self.form, self.given)
+        return make_reader(self.form, self.prefix)
 
     def new_call_id(self) -> str:
         if self.id_length:

@@ -11,9 +11,9 @@ from fastapi import Request
 from octavo.api.outputs import RequestOutput
 from octavo.frontend.input_processor import DEFAULT_CONTEXT, RequestContext
 from octavo.frontend.pooling import OutputT, PoolingJob
-from octavo.server.generation import Generation, member_name
 from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.http.errors import use_api_names
+from octavo.server.output_streams import OutputStreams, member_name
 from octavo.server.state.served_model import ServedModel
 
 
@@ -52,6 +52,6 @@ async def run_pooling(
             await llm.prepare(member_name(call.name, index), prompt, job.params, call.origin)
             for index, prompt in enumerate(job.prompts)
         ]
-    generation = Generation.of_requests(model, prepared, job.params, call.name)
-    rows = await cancel_on_disconnect(request.receive, generation.results())
+    streams = OutputStreams.of_requests(model, prepared, job.params, call.name)
+    rows = await cancel_on_disconnect(request.receive, streams.results())
     return PooledAnswer(job.read(rows), rows)

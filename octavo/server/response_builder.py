@@ -21,10 +21,10 @@ from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.arguments import Prompt
 from octavo.frontend.input_processor import DEFAULT_CONTEXT, RequestContext
 from octavo.server.conversation import Conversation
-from octavo.server.generation import Generation
 from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.http.sse import NO_HEADERS, EventStream
 from octavo.server.output_parser import PLAIN, OutputParser
+from octavo.server.output_streams import OutputStreams
 from octavo.server.state.served_model import ServedModel
 from octavo.text.parsers.parts import MessageText, Part, PartKind
 from octavo.text.parsers.reader import PartReader
@@ -127,7 +127,7 @@ class ResponseFormatter(ABC):
 class ResponseBuilder:
     """A response in progress; choices are numbered over all samples of all prompts."""
 
-    generation: Generation
+    streams: OutputStreams
     params: SamplingParams
     parser: OutputParser = PLAIN
     options: ResponseOptions = ResponseOptions()
@@ -150,7 +150,7 @@ class ResponseBuilder:
 
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
         """Yields the new output of each step; closing it aborts the request."""
-        async with aclosing(self.generation.outputs()) as outputs:
+        async with aclosing(self.streams.outputs()) as outputs:
             async for prompt_index, output in outputs:
                 if new := self._add(prompt_index, output):
                     yield new
@@ -167,7 +167,7 @@ class ResponseBuilder:
         """Returns each choice as one delta when all have finished; cancellation aborts the
         request.
         """
-        outputs = await self.generation.results()
+        outputs = await self.streams.results()
         return [delta for index, output in enumerate(outputs) for delta in self._add(index, output)]
 
     def _add(self, prompt_index: int, output: RequestOutput) -> list[ChoiceDelta]:
@@ -250,8 +250,8 @@ async def start_response(
     """
     params = parser.apply_to(params)
     await model.llm.check_grammar(params)
-    generation = Generation(model, prompts, params, formatter.id, origin=origin, deltas=stream)
-    return ResponseBuilder(generation, params, parser, formatter.options)
+    streams = OutputStreams(model, prompts, params, formatter.id, origin=origin, deltas=stream)
+    return ResponseBuilder(streams, params, parser, formatter.options)
 
 
 async def start_chat(

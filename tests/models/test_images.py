@@ -205,8 +205,8 @@ def chunks_of(request: PromptWithImages, sizes: Sequence[int]) -> list[int]:
     for size in sizes:
         start, end = end, min(length, end + size)
         for item in request.media:
-            if item.is_whole and item.place < end < item.end:
-                end = item.place if start < item.place else item.end
+            if item.is_whole and item.start < end < item.end:
+                end = item.start if start < item.start else item.end
         if end > start:
             steps.append(end - start)
     return steps
@@ -227,4 +227,4 @@ def test_positions_turn_by_time_row_and_column():
 def test_blocks_are_no_smaller_than_what_tests_cut():
     """Says that the prompts span several blocks, an image's end among them."""
     placed = runner("qwen2_vl", "reference").placed(text_of("qwen2_vl"), 0, 1)
-    assert placed.media[0].place // BLOCK_SIZE < placed.media[0].end // BLOCK_SIZE
+    assert placed.media[0].start // BLOCK_SIZE < placed.media[0].end // BLOCK_SIZE

@@ -30,8 +30,8 @@ PARSER = OutputParser(
 )
 
 
-class FakeGeneration:
-    """Outputs as an engine yields them; implements what a builder reads of a `Generation`."""
+class FakeStreams:
+    """Outputs as an engine yields them; implements what a builder reads of a `OutputStreams`."""
 
     def __init__(self, *outputs: RequestOutput) -> None:
         self._outputs = outputs
@@ -54,8 +54,8 @@ def output(text: str, finish_reason: str | None, num_tokens: int, index: int = 0
 
 
 def whole(finish_reason: str, **options) -> tuple[ResponseBuilder, ChoiceDelta]:
-    generation = FakeGeneration(output("".join(PIECES), finish_reason, len(PIECES)))
-    response = ResponseBuilder(generation, SamplingParams(), PARSER, ResponseOptions(**options))
+    streams = FakeStreams(output("".join(PIECES), finish_reason, len(PIECES)))
+    response = ResponseBuilder(streams, SamplingParams(), PARSER, ResponseOptions(**options))
     (choice,) = asyncio.run(response.choices())
     return response, choice
 
@@ -63,8 +63,8 @@ def whole(finish_reason: str, **options) -> tuple[ResponseBuilder, ChoiceDelta]:
 def streamed(finish_reason: str, **options) -> tuple[ResponseBuilder, list[ChoiceDelta]]:
     ends = [None] * (len(PIECES) - 1) + [finish_reason]
     outputs = [output(*step, num) for num, step in enumerate(zip(PIECES, ends, strict=True), 1)]
-    generation = FakeGeneration(*outputs)
-    response = ResponseBuilder(generation, SamplingParams(), PARSER, ResponseOptions(**options))
+    streams = FakeStreams(*outputs)
+    response = ResponseBuilder(streams, SamplingParams(), PARSER, ResponseOptions(**options))
 
     async def deltas() -> list[ChoiceDelta]:
         return [delta async for (delta,) in response.deltas()]
@@ -104,8 +104,8 @@ def test_calls_change_the_finish_reason_of_a_stop_alone(given, told):
 
 def test_a_call_without_an_id_gets_one_of_the_length_that_the_template_checks():
     parser = OutputParser(PARSER.form, id_length=9)
-    generation = FakeGeneration(output("".join(PIECES), "stop", 1))
-    (choice,) = asyncio.run(ResponseBuilder(generation, SamplingParams(), parser).choices())
+    streams = FakeStreams(output("".join(PIECES), "stop", 1))
+    (choice,) = asyncio.run(ResponseBuilder(streams, SamplingParams(), parser).choices())
     (call,) = choice.message.calls
     assert len(call.call_id) == 9 and call.call_id.isalnum()
     assert whole("stop")[1].message.calls[0].call_id.startswith("call_")
@@ -115,7 +115,7 @@ def test_tokens_without_text_are_sent_if_every_token_is_wanted():
     steps = [output("", None, 1), output("a", None, 2), output("", "stop", 2)]
     for every_token, expected in ((False, ["a", ""]), (True, ["", "a", ""])):
         response = ResponseBuilder(
-            FakeGeneration(*steps), SamplingParams(), PLAIN, ResponseOptions(every_token)
+            FakeStreams(*steps), SamplingParams(), PLAIN, ResponseOptions(every_token)
         )
 
         async def texts(response=response) -> list[str]:
@@ -125,7 +125,7 @@ def test_tokens_without_text_are_sent_if_every_token_is_wanted():
 
 
 def test_samples_are_counted_over_all_prompts():
-    class TwoPrompts(FakeGeneration):
+    class TwoPrompts(FakeStreams):
         async def results(self):
             return [output("a", "stop", 1), output("b", "length", 2, index=1)]
 

@@ -85,9 +85,9 @@ def get_block_media(media: Iterable[MediaItem], block_size: int) -> dict[int, tu
     """
     by_block: dict[int, tuple[bytes, ...]] = {}
     for item in media:
-        for index in range(item.place // block_size, -(-item.end // block_size)):
-            place = struct.pack("<q", item.place - index * block_size)
-            by_block[index] = (*by_block.get(index, ()), item.digest + place)
+        for index in range(item.start // block_size, -(-item.end // block_size)):
+            offset = struct.pack("<q", item.start - index * block_size)
+            by_block[index] = (*by_block.get(index, ()), item.digest + offset)
     return by_block
 
 

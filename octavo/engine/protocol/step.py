@@ -52,7 +52,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
     digest: bytes
     """Digest of its pixels and preprocessing."""
-    place: int
+    start: int
     """Index of its first token."""
     num_tokens: int
     grid: tuple[int, int]
@@ -65,7 +65,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     @property
     def end(self) -> int:
         """One past the index of its last token."""
-        return self.place + self.num_tokens
+        return self.start + self.num_tokens
 
 
 class MediaPixels(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
 from octavo.engine.protocol.step import RowResult, StepPlan, StepResult, TokenLogprobs
 from octavo.engine.protocol.step_costs import StepCosts
 
-FORMAT = 5
+FORMAT = 6
 """Version of the recording format; recordings of other versions are rejected."""
 
 NO_LOGPROBS = TokenLogprobs([], [], [])

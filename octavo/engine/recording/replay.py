@@ -32,7 +32,7 @@ from octavo.engine.recording.recorder import (
     StepPlanned,
     lean_rows,
 )
-from octavo.engine.requests.generation import Finish
+from octavo.engine.requests.sequence_state import Finish
 from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.scheduler.build import build_scheduler
 from octavo.engine.scheduler.scheduler import Scheduler

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from octavo.api.sampling_params import SamplingParams
 from octavo.engine.protocol.outputs import BeamOutput
 from octavo.engine.protocol.step import ResultKind, RowResult, TokenLogprobs
-from octavo.engine.requests.generation import Branch, Finish, RequestProgress, SequenceState
+from octavo.engine.requests.sequence_state import Branch, Finish, RequestProgress, SequenceState
 from octavo.engine.requests.stop_strings import TokenizedStops
 
 

@@ -18,7 +18,7 @@ from octavo.engine.protocol.outputs import EngineOutput
 from octavo.engine.protocol.requests import EngineRequest
 from octavo.engine.protocol.step import ResultKind, RowResult, TokenLogprobs, WeightArrivals
 from octavo.engine.requests.beam_search import BeamSearch
-from octavo.engine.requests.generation import (
+from octavo.engine.requests.sequence_state import (
     EndRules,
     Finish,
     PlainGeneration,

@@ -15,8 +15,8 @@ from operator import attrgetter
 
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import StepResult
-from octavo.engine.requests.generation import SequenceState
 from octavo.engine.requests.request import Request
+from octavo.engine.requests.sequence_state import SequenceState
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.scheduler.step_builder import StepBuilder
 

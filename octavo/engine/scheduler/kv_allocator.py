@@ -16,8 +16,8 @@ from octavo.engine.protocol.block_hashes import BlockHashing, get_block_media
 from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.step import TableEnd
-from octavo.engine.requests.generation import Branch, SequenceState
 from octavo.engine.requests.request import Request, RequestStatus
+from octavo.engine.requests.sequence_state import Branch, SequenceState
 from octavo.engine.scheduler.step_builder import StepBuilder
 
 

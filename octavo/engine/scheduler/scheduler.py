@@ -26,8 +26,8 @@ from octavo.engine.protocol.step import (
     StepResult,
 )
 from octavo.engine.protocol.step_costs import UNMEASURED, StepCosts
-from octavo.engine.requests.generation import Finish, RequestProgress, SequenceState
 from octavo.engine.requests.request import Request, RequestStatus
+from octavo.engine.requests.sequence_state import Finish, RequestProgress, SequenceState
 from octavo.engine.requests.stop_strings import MakeStopTexts
 from octavo.engine.requests.timings import Timekeeper
 from octavo.engine.scheduler.admission_control import AdmissionControl

@@ -15,8 +15,8 @@ from octavo.engine.kv.block_tables import NO_LEAVES, BlockAllocation, LeafBlocks
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.step import MediaItem, NewRequest, ResultKind, ScheduledRequest
 from octavo.engine.protocol.step_costs import StepCosts
-from octavo.engine.requests.generation import SequenceState
 from octavo.engine.requests.request import Request
+from octavo.engine.requests.sequence_state import SequenceState
 from octavo.engine.scheduler.step_time import StepTime
 
 MAX_CALL_S = 0.1
@@ -91,13 +91,13 @@ class StepBuilder:
                 return self._end_beside(whole, start)
         return end
 
-    def _end_beside(self, whole: MediaItem, start: int) -> int:
+    def _end_beside(self, medium: MediaItem, start: int) -> int:
         """Returns the end of a chunk that overlaps a medium whose tokens must be computed in one
         step: before the medium, or after it if the chunk begins with it and the budget suffices.
         """
-        if start < whole.place:
-            return whole.place
-        return whole.end if whole.end - start <= self.budget else start
+        if start < medium.start:
+            return medium.start
+        return medium.end if medium.end - start <= self.budget else start
 
     def add_row(
         self, request: Request, row: SequenceState, start: int, end: int, grant: BlockAllocation
@@ -255,4 +255,4 @@ def _cut_medium(media: Sequence[MediaItem], start: int, end: int) -> MediaItem |
     """
     if end == start:
         return None
-    return next((item for item in media if item.is_whole and item.place < end < item.end), None)
+    return next((item for item in media if item.is_whole and item.start < end < item.end), None)

@@ -17,8 +17,8 @@ from octavo.engine.kv.block_manager import BlockManager
 from octavo.engine.protocol.draft_tree import DraftTree
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import ResultKind, RowResult, ScheduledRequest
-from octavo.engine.requests.generation import ResultConsumer, SequenceState
 from octavo.engine.requests.request import Request
+from octavo.engine.requests.sequence_state import ResultConsumer, SequenceState
 from octavo.engine.scheduler.step_builder import StepBuilder
 from octavo.engine.speculation.acceptance import Acceptance
 from octavo.engine.speculation.draft_tree_builder import build_row_draft

@@ -54,7 +54,7 @@ class LoweringContext:
         self.num_readers.update(program.outputs.values())
         self.sites: list[Site] = []
         """Adapter sites of the Program, in builder order."""
-        self._places = plan_arena(program, get_stages(program)).places
+        self._locations = plan_arena(program, get_stages(program)).locations
 
     def add_sites(self, sites: Iterable[Site]) -> list[int]:
         """Adds sites; returns their indices."""
@@ -63,8 +63,12 @@ class LoweringContext:
         return list(range(first, len(self.sites)))
 
     def span(self, value: Value) -> Span:
-        place = self._places[value.name]
-        return (HEAD if place.axis == "requests" else place.axis, place.offset, place.width)
+        location = self._locations[value.name]
+        return (
+            HEAD if location.axis == "requests" else location.axis,
+            location.offset,
+            location.width,
+        )
 
     def span_or_none(self, value: Value | None) -> Span | None:
         return None if value is None else self.span(value)

@@ -13,7 +13,7 @@ from octavo.executor.native.formats import RecordOp
 from octavo.executor.native.hidden import HiddenIn, HiddenOut
 from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
-from octavo.program.passes.plan import Plan, plan
+from octavo.program.passes.arena import ArenaPlan, assign_offsets
 from octavo.program.program import Op, Program
 
 ROW_LOCAL = (
@@ -71,10 +71,11 @@ def get_stages(program: Program) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def plan_arena(program: Program, stages: tuple[Stage, ...]) -> Plan:
+def plan_arena(program: Program, stages: tuple[Stage, ...]) -> ArenaPlan:
     """Returns the arena offset of each Value."""
     numbered = [(index, stage.range) for index, stage in enumerate(stages) for _ in stage.ops]
-    return plan(program, [index for index, _ in numbered], [number for _, number in numbered])
+    indices, ranges = [index for index, _ in numbered], [number for _, number in numbered]
+    return assign_offsets(program, indices, ranges)
 
 
 def _shares_stage(before: Op, op: Op) -> bool:

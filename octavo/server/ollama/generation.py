@@ -18,7 +18,6 @@ from octavo.api.sampling_params import SamplingParams
 from octavo.api.structured_outputs import StructuredOutputs
 from octavo.frontend.arguments import Prompt
 from octavo.server.conversation import Conversation
-from octavo.server.generation import make_prompt
 from octavo.server.http.auth import get_request_context, require_operator
 from octavo.server.http.body import body_bytes, parse_body
 from octavo.server.http.errors import use_api_names
@@ -44,6 +43,7 @@ from octavo.server.ollama.names import find, known_name
 from octavo.server.openai.messages import build_part
 from octavo.server.openai.tools import convert_function
 from octavo.server.output_parser import PLAIN, OutputParser
+from octavo.server.output_streams import make_prompt
 from octavo.server.plain_chat import make_params, make_rendering, refuse_values
 from octavo.server.response_builder import send_response, start_response
 from octavo.server.state.served_model import ServedModel

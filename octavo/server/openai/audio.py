@@ -14,12 +14,12 @@ from octavo.api.outputs import RequestOutput
 from octavo.api.transcription import Transcription
 from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.frontend.transcription import SpeechOptions, SpeechTask
-from octavo.server.generation import Generation
 from octavo.server.http.auth import get_request_context
 from octavo.server.http.body import get_ignored
 from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.http.forms import FILE_FIELD, get_fields, get_file, open_form
 from octavo.server.ignored import IgnoredFields, join_path
+from octavo.server.output_streams import OutputStreams
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, get_service
 
@@ -107,7 +107,9 @@ async def _transcribe(
 
     async def compute(requests: Sequence[ParentRequest]) -> list[RequestOutput]:
         params = requests[0].params
-        return await Generation.of_requests(model, requests, params, name, is_part=True).results()
+        return await OutputStreams.of_requests(
+            model, requests, params, name, is_part=True
+        ).results()
 
     model.record.start()
     try:

@@ -14,7 +14,6 @@ from octavo.api.errors import InvalidRequest
 from octavo.api.outputs import Logprob, RequestOutput
 from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.arguments import Prompt as EnginePrompt
-from octavo.server.generation import Prompt, as_prompts, make_prompt
 from octavo.server.http.auth import get_request_context
 from octavo.server.http.body import parse_body
 from octavo.server.http.sse import EventStream
@@ -29,6 +28,7 @@ from octavo.server.openai.protocol import (
 )
 from octavo.server.openai.sampling import sampling_params
 from octavo.server.openai.truncation import parse_truncation
+from octavo.server.output_streams import Prompt, as_prompts, make_prompt
 from octavo.server.response_builder import (
     ChoiceDelta,
     ResponseBuilder,

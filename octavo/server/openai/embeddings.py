@@ -18,11 +18,11 @@ from octavo.api.outputs import RequestOutput
 from octavo.api.pooling_outputs import pooled_row
 from octavo.api.pooling_params import PoolingParams
 from octavo.server.fields import Whole, field, required
-from octavo.server.generation import as_prompts
 from octavo.server.http.auth import get_request_context
 from octavo.server.http.body import parse_body
 from octavo.server.http.errors import use_api_names
 from octavo.server.openai.bodies import TokenId
+from octavo.server.output_streams import as_prompts
 from octavo.server.pooling import PoolingCall, run_pooling
 from octavo.server.pooling_body import PoolingBody, PoolingUsage
 from octavo.server.state.service import Service, get_service

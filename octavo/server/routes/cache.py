@@ -13,13 +13,13 @@ from octavo.api.async_llm import AsyncLLM
 from octavo.api.errors import InvalidRequest
 from octavo.engine.protocol.stats import EngineStats
 from octavo.frontend.arguments import Prompt as EnginePrompt
-from octavo.server.generation import make_chat_prompt, make_prompt
 from octavo.server.http.auth import require_operator
 from octavo.server.http.body import Body, parse_body
 from octavo.server.http.connection import cancel_on_disconnect
 from octavo.server.openai.bodies import TokenId
 from octavo.server.openai.message_bodies import Message
 from octavo.server.openai.messages import plain_messages
+from octavo.server.output_streams import make_chat_prompt, make_prompt
 from octavo.server.state.service import Service, get_service
 from octavo.text.ports import Rendering
 

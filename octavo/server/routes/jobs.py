@@ -15,13 +15,13 @@ from pydantic import Field
 from octavo.api.async_llm import AsyncLLM
 from octavo.api.errors import InvalidRequest
 from octavo.api.sampling_params import SamplingParams
-from octavo.server.generation import Generation, make_prompt
 from octavo.server.http.auth import get_owner, get_request_context
 from octavo.server.http.body import parse_body
 from octavo.server.http.errors import error_body
 from octavo.server.openai.bodies import SamplingBody, TokenId
 from octavo.server.openai.formatter import format_timings
 from octavo.server.openai.sampling import sampling_params
+from octavo.server.output_streams import OutputStreams, make_prompt
 from octavo.server.response_builder import TokenUsage
 from octavo.server.state.jobs import Job
 from octavo.server.state.service import Service, get_service
@@ -52,8 +52,8 @@ async def generate(
     origin = get_request_context(request, body.priority, body.user)
     await llm.check_grammar(params)
     service.jobs.make_room()  # after the last await: earlier room may be taken by now
-    generation = Generation(model, [prompt], params, request_id, origin=origin)
-    job = service.jobs.start(generation, request_id, get_owner(request), wants_timings=body.timings)
+    streams = OutputStreams(model, [prompt], params, request_id, origin=origin)
+    job = service.jobs.start(streams, request_id, get_owner(request), wants_timings=body.timings)
     return {"request_id": job.request_id, "state": job.state}
 
 

@@ -20,7 +20,6 @@ from octavo.frontend.changes import Fork
 from octavo.frontend.input_processor import ParentRequest
 from octavo.frontend.live_requests import STATES, LiveRequest
 from octavo.server.fields import Whole, field
-from octavo.server.generation import Generation, member_name, split_member
 from octavo.server.http.auth import get_owner, get_request_context, is_operator, require_operator
 from octavo.server.http.body import Body, parse_body
 from octavo.server.http.sse import EventStream
@@ -33,6 +32,7 @@ from octavo.server.openai.bodies import (
 from octavo.server.openai.chat import ChatFormatter
 from octavo.server.openai.completions import CompletionFormatter
 from octavo.server.output_parser import OutputParser
+from octavo.server.output_streams import OutputStreams, member_name, split_member
 from octavo.server.response_builder import ResponseBuilder, send_response
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, get_service
@@ -71,7 +71,7 @@ class ForkBody(SamplingBody):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RequestGroup:
     """The engine requests of one HTTP request."""
 
     name: str
@@ -156,15 +156,15 @@ async def fork(
     forked = _prepare(request, group, body, member_name(name, 0), parser)
     formatter = _formatter(model, forked, body, is_completion=is_completion)
     service.parsers.keep_fork(group.name, name, parser)
-    generation = Generation.of_request(model, forked, deltas=bool(body.stream))
-    response = ResponseBuilder(generation, forked.sampling_params, parser, formatter.options)
+    streams = OutputStreams.of_request(model, forked, deltas=bool(body.stream))
+    response = ResponseBuilder(streams, forked.sampling_params, parser, formatter.options)
     return await send_response(request, response, formatter, EventStream if body.stream else None)
 
 
 # -- who may see what ------------------------------------------------------------------------------
 
 
-async def _list_visible(request: Request, service: Service, *, recent: bool) -> list[Found]:
+async def _list_visible(request: Request, service: Service, *, recent: bool) -> list[RequestGroup]:
     """Returns the requests visible to the key, oldest first."""
     owner, sees_all = get_owner(request), is_operator(request)
     groups = []
@@ -173,7 +173,7 @@ async def _list_visible(request: Request, service: Service, *, recent: bool) -> 
         for one in await _list_requests(model, recent=recent):
             if sees_all or one.owner == owner:
                 by_name.setdefault(split_member(one.request_id)[0], []).append(one)
-        groups += [Found(name, model, members) for name, members in by_name.items()]
+        groups += [RequestGroup(name, model, members) for name, members in by_name.items()]
     return groups
 
 
@@ -187,7 +187,7 @@ async def _list_requests(model: ServedModel, *, recent: bool) -> list[LiveReques
         return []
 
 
-async def _find(request: Request, service: Service, request_id: str) -> Found:
+async def _find(request: Request, service: Service, request_id: str) -> RequestGroup:
     """Returns a request by its public id; raises RequestNotFound also if the key may not see it."""
     for group in await _list_visible(request, service, recent=True):
         if group.name == request_id:
@@ -201,7 +201,9 @@ async def _find(request: Request, service: Service, request_id: str) -> Found:
 # -- forks -----------------------------------------------------------------------------------------
 
 
-def _parser(parser: OutputParser, model: ServedModel, group: Found, body: ForkBody) -> OutputParser:
+def _parser(
+    parser: OutputParser, model: ServedModel, group: RequestGroup, body: ForkBody
+) -> OutputParser:
     """Returns the parser of a fork. Its response excludes the kept tokens, unless the fork starts
     inside a tool call.
     """
@@ -216,7 +218,7 @@ def _parser(parser: OutputParser, model: ServedModel, group: Found, body: ForkBo
 
 
 def _prepare(
-    request: Request, group: Found, body: ForkBody, name: str, parser: OutputParser
+    request: Request, group: RequestGroup, body: ForkBody, name: str, parser: OutputParser
 ) -> ParentRequest:
     """Checks a fork against its parent request."""
     if body.use_beam_search or body.beam_width is not None:
@@ -245,7 +247,7 @@ def _prepare(
     )
 
 
-def _member(group: Found, index: int) -> tuple[LiveRequest, int]:
+def _member(group: RequestGroup, index: int) -> tuple[LiveRequest, int]:
     """Returns the request and the sample of a choice."""
     num_samples = group.members[0].params.n
     prompt_index, sample_index = divmod(index, num_samples)
@@ -273,7 +275,7 @@ def _formatter(
 # -- what is shown ---------------------------------------------------------------------------------
 
 
-def _describe(group: Found, *, texts: bool = False) -> dict[str, Any]:
+def _describe(group: RequestGroup, *, texts: bool = False) -> dict[str, Any]:
     """Describes a request as JSON; `texts` includes prompts and outputs."""
     first = min(group.members, key=lambda one: STATES.index(one.state))
     shown: dict[str, Any] = {

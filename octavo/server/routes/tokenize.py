@@ -16,12 +16,12 @@ from octavo.api.errors import InvalidRequest
 from octavo.api.sampling_options import INT32_MAX
 from octavo.frontend.prompt_inputs import Truncation
 from octavo.server.fields import field, required
-from octavo.server.generation import fit_messages, make_chat_prompt
 from octavo.server.http.body import Body, parse_body
 from octavo.server.openai.bodies import FLAG, ConversationBody, TokenId
 from octavo.server.openai.message_bodies import Message
 from octavo.server.openai.messages import plain_messages
 from octavo.server.openai.rendering import make_rendering
+from octavo.server.output_streams import fit_messages, make_chat_prompt
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, get_service
 from octavo.text.ports import Tokenizer

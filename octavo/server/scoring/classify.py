@@ -14,10 +14,10 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from octavo.api.pooling_params import TextPair
 from octavo.frontend.arguments import PoolingPrompt
-from octavo.server.generation import as_prompts
 from octavo.server.http.auth import get_request_context
 from octavo.server.http.body import parse_body
 from octavo.server.http.errors import use_api_names
+from octavo.server.output_streams import as_prompts
 from octavo.server.pooling import PoolingCall, run_pooling
 from octavo.server.pooling_body import PoolingUsage
 from octavo.server.scoring.bodies import ClassifyBody

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from octavo.api.errors import OctavoError, Overloaded
 from octavo.api.outputs import RequestOutput
-from octavo.server.generation import Generation
+from octavo.server.output_streams import OutputStreams
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Jobs:
         self._ttl_s = ttl_s
 
     def start(
-        self, generation: Generation, request_id: str, owner: str, *, wants_timings: bool
+        self, streams: OutputStreams, request_id: str, owner: str, *, wants_timings: bool
     ) -> Job:
         """Consumes a generation in a new task.
 
@@ -56,7 +56,7 @@ class Jobs:
         """
         job = self._jobs[owner, request_id] = Job(request_id, owner, wants_timings)
         self._jobs.move_to_end((owner, request_id))  # a finished job may have had the same id
-        job.task = asyncio.create_task(_follow(job, generation))
+        job.task = asyncio.create_task(_follow(job, streams))
         return job
 
     def make_room(self) -> None:
@@ -102,10 +102,10 @@ class Jobs:
             del self._jobs[key]
 
 
-async def _follow(job: Job, generation: Generation) -> None:
+async def _follow(job: Job, streams: OutputStreams) -> None:
     """Stores the latest output of a generation, or its error."""
     try:
-        async for _, output in generation.outputs():
+        async for _, output in streams.outputs():
             job.latest = output
     except OctavoError as error:
         job.error = error

@@ -109,8 +109,8 @@ def find_rows(
     places: NDArray[np.int32], item: MediaItem
 ) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
     """Returns which of the tokens at `places` are rows of a medium, and which row each one is."""
-    inside = np.flatnonzero((places >= item.place) & (places < item.end))
-    index = places[inside] - item.place
+    inside = np.flatnonzero((places >= item.start) & (places < item.end))
+    index = places[inside] - item.start
     if not item.line_tokens:
         return inside, index
     line, column = np.divmod(index, np.int32(item.line_tokens))
@@ -127,9 +127,9 @@ def get_positions(
     positions = np.repeat(places[None], num_axes, axis=0)
     shift = 0
     for item in media:
-        inside = np.flatnonzero((places >= item.place) & (places < item.end))
-        index = places[inside] - item.place
-        start = item.place + shift
+        inside = np.flatnonzero((places >= item.start) & (places < item.end))
+        index = places[inside] - item.start
+        start = item.start + shift
         positions[0, inside] = start
         positions[1, inside] = start + index // item.grid[1]
         positions[2, inside] = start + index % item.grid[1]

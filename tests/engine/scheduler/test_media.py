@@ -21,15 +21,15 @@ from tests.support.engine_fakes import (
 PLACEHOLDER = 999
 
 
-def item(name: str, place: int, num_tokens: int, *, is_whole: bool = False) -> MediaItem:
-    return MediaItem(name.encode(), place, num_tokens, (1, num_tokens), is_whole)
+def item(name: str, start: int, num_tokens: int, *, is_whole: bool = False) -> MediaItem:
+    return MediaItem(name.encode(), start, num_tokens, (1, num_tokens), is_whole)
 
 
 def request_with(request_id: str, tokens: list[int], *items: MediaItem, max_tokens: int = 2):
     """Returns a request whose tokens are placeholders where an image stands."""
     tokens = list(tokens)
     for each in items:
-        tokens[each.place : each.end] = [PLACEHOLDER] * each.num_tokens
+        tokens[each.start : each.end] = [PLACEHOLDER] * each.num_tokens
     pixels = [MediaPixels(digest, 1, 1, b"rgb") for digest in {each.digest for each in items}]
     return msgspec.structs.replace(
         make_request(request_id, tokens, max_tokens=max_tokens), media=list(items), pixels=pixels
@@ -105,7 +105,7 @@ def test_an_image_whose_tokens_see_one_another_is_computed_in_one_step():
     for plan in executor.plans:
         for row in plan.rows:
             end = row.start + row.num_tokens
-            assert not any(each.place < end < each.end for each in whole)
+            assert not any(each.start < end < each.end for each in whole)
 
 
 def test_an_image_is_encoded_again_where_its_rows_were_dropped():

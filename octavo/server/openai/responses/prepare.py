@@ -19,7 +19,6 @@ from octavo.api.errors import ContextTooLong, InvalidRequest, OctavoError
 from octavo.api.sampling_params import SamplingParams
 from octavo.frontend.input_processor import RequestContext
 from octavo.server.conversation import Conversation
-from octavo.server.generation import Generation
 from octavo.server.http.error_formats import format_responses_error
 from octavo.server.http.errors import make_fault
 from octavo.server.http.request_limits import RequestLimits
@@ -31,6 +30,7 @@ from octavo.server.openai.responses.history import get_previous_items, resolve_r
 from octavo.server.openai.responses.items import make_messages, parse_input
 from octavo.server.openai.responses.output import Piece, parse_output
 from octavo.server.output_parser import OutputParser
+from octavo.server.output_streams import OutputStreams
 from octavo.server.response_builder import ChoiceDelta, ResponseBuilder, TokenUsage
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.store import Store
@@ -80,10 +80,10 @@ class PreparedResponse:
         The builder does not parse the text: items are parsed from the stored pieces.
         """
         params, asked = self.parser.apply_to(self.params), self.asked
-        generation = Generation(
+        streams = OutputStreams(
             self.model, [self.prompt], params, asked.id, origin=asked.origin, deltas=True
         )
-        return ResponseBuilder(generation, params)
+        return ResponseBuilder(streams, params)
 
     def piece(self, delta: ChoiceDelta) -> Piece:
         """Returns the text and logprobs of a delta."""

@@ -9,8 +9,8 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.executor.native.stages import get_stages, plan_arena, sort_token_ops_first
 from octavo.models.registry import build_programs
 from octavo.program.ops import Linear
+from octavo.program.passes.arena import IN_PLACE
 from octavo.program.passes.fuse import fuse
-from octavo.program.passes.plan import IN_PLACE
 from tests.support.random_programs import random_programs
 from tests.support.tiers import examples
 from tests.support.tiny_models import tiny_model
@@ -57,22 +57,22 @@ def takes_over(op, value, program):
 def check(program):
     program = sort_token_ops_first(program)
     stages = get_stages(program)
-    places = plan_arena(program, stages).places
+    locations = plan_arena(program, stages).locations
     lives = lifetimes(program, [index for index, stage in enumerate(stages) for _ in stage.ops])
-    assert set(places) == {value.name for value in lives}
+    assert set(locations) == {value.name for value in lives}
     for a, b in combinations(sorted(lives, key=lambda value: lives[value][0]), 2):
-        if not share_memory(places[a.name], places[b.name]) or lives[a][2] < lives[b][1]:
+        if not share_memory(locations[a.name], locations[b.name]) or lives[a][2] < lives[b][1]:
             continue
-        assert places[a.name] == places[b.name], f"{a.name} and {b.name} lie across each other"
+        assert locations[a.name] == locations[b.name], f"{a.name} and {b.name} overlap"
         owner = a
         while owner != b:  # each owner between them took the place over from the last one
-            owner = next_owner(owner, program, places)
+            owner = next_owner(owner, program, locations)
             assert owner is not None, f"{b.name} overwrites {a.name}, which is still read"
 
 
-def next_owner(owner, program, places):
+def next_owner(owner, program, locations):
     outs = (out for op in program.ops for out in op.outputs if takes_over(op, owner, program))
-    return next((out for out in outs if places[out.name] == places[owner.name]), None)
+    return next((out for out in outs if locations[out.name] == locations[owner.name]), None)
 
 
 @settings(max_examples=examples(60), deadline=None)

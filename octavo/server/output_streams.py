@@ -32,7 +32,7 @@ MARKS_CHARACTERS = 200
 """Number of characters whose tokenization takes as long as rendering one message."""
 
 
-class Generation:
+class OutputStreams:
     """The streams of one HTTP request. The constructor submits the requests and raises ClientError
     if they are invalid.
     """
@@ -79,7 +79,9 @@ class Generation:
             raise
 
     @classmethod
-    def of_request(cls, model: ServedModel, request: ParentRequest, *, deltas: bool) -> Generation:
+    def of_request(
+        cls, model: ServedModel, request: ParentRequest, *, deltas: bool
+    ) -> OutputStreams:
         """Submits a prepared request."""
         name, params = request.request_id, request.sampling_params
         return cls.of_requests(model, [request], params, name, deltas=deltas)
@@ -94,17 +96,17 @@ class Generation:
         *,
         deltas: bool = False,
         is_part: bool = False,
-    ) -> Generation:
+    ) -> OutputStreams:
         """Submits prepared requests that have the same params."""
-        generation = cls(model, [], params, name, is_part=is_part)
+        streams = cls(model, [], params, name, is_part=is_part)
         try:
             for request in requests:
-                stream = model.llm.submit_prepared(request, deltas=deltas, admit=generation._admit)
-                generation._streams.append(stream)
+                stream = model.llm.submit_prepared(request, deltas=deltas, admit=streams._admit)
+                streams._streams.append(stream)
         except BaseException:
-            generation._abort()
+            streams._abort()
             raise
-        return generation
+        return streams
 
     async def results(self) -> list[RequestOutput]:
         """Returns the final outputs in the order of the prompts; cancellation aborts them."""

@@ -1,4 +1,4 @@
-"""Plan pass: assigns each Value an offset in an arena per row axis, reusing dead buffers.
+"""Assigns each Value an offset in an arena per row axis, reusing dead buffers.
 
 The executor determines which ops run together as a stage. Within a stage, different rows may be at
 different ops, so no memory is reused. Offsets are in floats within a row.
@@ -30,7 +30,9 @@ IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap, Clip, KeepLargest)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ValueLocation:
+    """Memory of a Value in the arena, in floats within a row."""
+
     axis: str
     """Row axis of the arena: tokens, block, expert_rows, samples or requests."""
     offset: int
@@ -38,10 +40,10 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ArenaPlan:
     """Offsets of all Values except int inputs."""
 
-    places: dict[str, Place]
+    locations: dict[str, ValueLocation]
     row_floats: dict[str, int]
     """Floats per row of each axis."""
 
@@ -56,7 +58,7 @@ class _Buffer:
     columns: dict[Value, int] = field(default_factory=dict)
 
 
-def plan(program: Program, stages: list[int], ranges: list[int]) -> Plan:
+def assign_offsets(program: Program, stages: list[int], ranges: list[int]) -> ArenaPlan:
     """Assigns offsets to all Values of a Program; the Program's outputs live to the end.
 
     `stages[i]` and `ranges[i]` are the stage and range of op i, not decreasing. A range is a
@@ -70,13 +72,13 @@ def plan(program: Program, stages: list[int], ranges: list[int]) -> Plan:
             buffer.axis = "block"
     row_floats: dict[str, int] = {}
     for axis in {buffer.axis for buffer in buffers}:
-        row_floats[axis] = _place_all([buffer for buffer in buffers if buffer.axis == axis])
-    places = {
-        value.name: Place(buffer.axis, buffer.offset + column, value.width)
+        row_floats[axis] = _place_buffers([buffer for buffer in buffers if buffer.axis == axis])
+    locations = {
+        value.name: ValueLocation(buffer.axis, buffer.offset + column, value.width)
         for buffer in buffers
         for value, column in buffer.columns.items()
     }
-    return Plan(places, row_floats)
+    return ArenaPlan(locations, row_floats)
 
 
 class _Readers:
@@ -113,10 +115,10 @@ def _make_buffers(program: Program, stages: list[int]) -> list[_Buffer]:
     buffers: list[_Buffer] = []
     home: dict[Value, _Buffer] = {}
     for index, (op, stage) in enumerate(zip(program.ops, stages, strict=True)):
-        outs = _placed(op)
+        outs = _stored_outputs(op)
         if not outs:
             continue
-        over = _overwritable(op)
+        over = _get_overwritten_input(op)
         if (
             over is not None
             and over in home
@@ -139,7 +141,7 @@ def _in_body(value: Value) -> bool:
     return value.axis in ("tokens", "expert_rows")
 
 
-def _placed(op: Op) -> list[Value]:
+def _stored_outputs(op: Op) -> list[Value]:
     """Returns the outputs that need memory.
 
     Rows of a Route or a Dispatch need none: they alias x or memory shared by all ranks.
@@ -161,7 +163,7 @@ def _new_buffer(outs: list[Value], stage: int) -> _Buffer:
     return buffer
 
 
-def _overwritable(op: Op) -> Value | None:
+def _get_overwritten_input(op: Op) -> Value | None:
     """Returns the input that the op's single output may overwrite element by element if no later op
     reads it; None if there is none.
     """
@@ -172,20 +174,20 @@ def _overwritable(op: Op) -> Value | None:
     return None
 
 
-def _place_all(buffers: list[_Buffer]) -> int:
+def _place_buffers(buffers: list[_Buffer]) -> int:
     """Assigns each buffer the lowest free offset, in order of creation; returns the floats
     per row.
     """
-    placed: list[_Buffer] = []
+    live: list[_Buffer] = []
     end = 0
     for buffer in sorted(buffers, key=lambda b: b.first):
-        placed = [other for other in placed if other.last >= buffer.first]
+        live = [other for other in live if other.last >= buffer.first]
         offset = 0
-        for other in sorted(placed, key=lambda b: b.offset):
+        for other in sorted(live, key=lambda b: b.offset):
             if offset + buffer.stride <= other.offset:
                 break
             offset = max(offset, other.offset + other.stride)
         buffer.offset = offset
-        placed.append(buffer)
+        live.append(buffer)
         end = max(end, offset + buffer.stride)
     return end
