@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.executor.native.extension import native_module, supported_levels
-from octavo.executor.native.formats import FORMATS, TileFormat, has_tile_unit
+from octavo.executor.native.formats import FORMATS, TileFormat
 from octavo.executor.native.row_rates import stream_rounds
 
 WIDTHS = {"1.7b": (2048, 6144), "4b": (2560, 9728), "8b": (4096, 12288)}
@@ -59,8 +59,6 @@ def main() -> None:
             for width in WIDTHS[shape]:
                 for name in args.formats:
                     tiles = FORMATS[name]
-                    if has_tile_unit(device.row_type):
-                        tiles = tiles.for_tile_unit
                     row = {"level": level, "shape": shape, "inputs": width, "format": name}
                     print(json.dumps(row | measure(device, tiles, width, args)), flush=True)
 

@@ -93,8 +93,8 @@ class ArrayPacker {
                                        const nb::tuple& scales, const nb::object& mins,
                                        const nb::object& super_scales, const nb::object& super_mins,
                                        const nb::object& zeros, const std::vector<int>& table, int group,
-                                       int zero_point, int num_inputs, bool small_levels, bool wide,
-                                       bool whole_rows, bool by_columns) {
+                                       int zero_point, int num_inputs, bool small_levels, bool whole_rows,
+                                       bool by_columns) {
         const auto numbers = make_table(table);
         const QuantizedSource source{.codes = code_rows(codes, block, planes, is_signed),
                                      .group = group,
@@ -107,7 +107,6 @@ class ArrayPacker {
                                      .zeros = matrix_or_none(zeros),
                                      .table = table.empty() ? nullptr : numbers.data(),
                                      .small_levels = small_levels,
-                                     .wide = wide,
                                      .whole_rows = whole_rows,
                                      .by_columns = by_columns};
         sources_.push_back(nb::make_tuple(codes, scales, mins, super_scales, super_mins, zeros));
@@ -195,8 +194,7 @@ void bind_packing(nb::module_& m) {
         .def(nb::init<std::shared_ptr<Device>, bool>(), "device"_a, "apart"_a = false)
         .def("codes", &ArrayPacker::codes, "codes"_a, "block"_a, "planes"_a, "is_signed"_a, "scales"_a,
              "mins"_a.none(), "super_scales"_a.none(), "super_mins"_a.none(), "zeros"_a.none(), "table"_a,
-             "group"_a, "zero_point"_a, "num_inputs"_a, "small_levels"_a, "wide"_a, "whole_rows"_a,
-             "by_columns"_a)
+             "group"_a, "zero_point"_a, "num_inputs"_a, "small_levels"_a, "whole_rows"_a, "by_columns"_a)
         .def("float_codes", &ArrayPacker::float_codes, "codes"_a, "block"_a, "planes"_a, "scales"_a, "code"_a,
              "numbers"_a, "group"_a, "num_inputs"_a)
         .def("values", &ArrayPacker::values, "values"_a, "code"_a)

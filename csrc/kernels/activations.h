@@ -8,25 +8,21 @@
 
 namespace octavo {
 
-enum class RowType : int32_t { int8, two_terms, whole, outliers, bf16, fp32 };
-constexpr int kNumRowTypes = 6;
-constexpr const char* kRowTypeNames[kNumRowTypes] = {"int8",     "two_terms", "whole",
-                                                     "outliers", "bf16",      "fp32"};
+enum class RowType : int32_t { int8, whole, outliers, bf16, fp32 };
+constexpr int kNumRowTypes = 5;
+constexpr const char* kRowTypeNames[kNumRowTypes] = {"int8", "whole", "outliers", "bf16", "fp32"};
 
 // A quantized activation is the sum of one or two int8 terms, each times its unit.
-constexpr int kFirstUnit = 8;  // unit of the first term with `two_terms`; the second's is 1
 constexpr int kWholeUnit = 128;  // unit of the first term with `whole`; the second's is 1
 constexpr int kOutlierUnit = 255;  // unit of the second term with `outliers`; the first's is 1
 
 // Activations as the matmul kernels read them, one row per token. Strides count elements.
 //
-// RowType int8 and two_terms have one scale d per group of 32 inputs (`scales`), the sum of each half
-// group's integers (`sums`), and d times the whole group's sum (`scaled_sums`). These three arrays are
-// stored in blocks of 16 rows, so that the numbers of neighbouring rows are adjacent: [rows / 16][group
-// stride][16] (sums: [rows / 16][group stride][2][16]).
+// RowType int8 has one scale d per group of 32 inputs (`scales`), the sum of each half group's integers
+// (`sums`), and d times the whole group's sum (`scaled_sums`). These three arrays are stored in blocks of 16
+// rows, so that the numbers of neighbouring rows are adjacent: [rows / 16][group stride][16] (sums:
+// [rows / 16][group stride][2][16]).
 //   int8       d = absmax / 127, q = x / d: values [rows][groups][32]
-//   two_terms  for 4-bit weights on AMX. d = absmax / 1016, q = 8 first + second, first in -127 .. 127,
-//              second in -4 .. 3: values [rows][groups][2 terms][32]
 // RowType whole and outliers have one d per row, for weights with one scale per output. d and the sums of
 // the terms are stored at the position of group 0.
 //   whole      on AMX. d = absmax / 16319, q = 128 first + second, first in -127 .. 127, second in
@@ -69,19 +65,19 @@ struct OutlierList {
           terms(reinterpret_cast<int8_t*>(quads + capacity(inputs))) {}
 };
 
-// Returns the number of elements of one row.
-inline int64_t row_elements(RowType type, int num_groups) {
-    const int64_t inputs = static_cast<int64_t>(num_groups) * kGroup;
-    switch (type) {
-        case RowType::two_terms:
-        case RowType::whole: return 2 * inputs;
-        case RowType::outliers: return inputs + OutlierList::num_bytes(inputs);
-        default: return inputs;
-    }
-}
-
 inline size_t element_bytes(RowType type) {
     return type == RowType::fp32 ? 4 : type == RowType::bf16 ? 2 : 1;
+}
+
+// Returns the number of elements from one row to the next. A line lies between rows whose distance would be a
+// multiple of 512 bytes: the same inputs of 16 rows would compete for few sets of the first-level cache.
+inline int64_t row_elements(RowType type, int num_groups) {
+    const int64_t inputs = static_cast<int64_t>(num_groups) * kGroup;
+    const int64_t elements = type == RowType::whole      ? 2 * inputs
+                             : type == RowType::outliers ? inputs + OutlierList::num_bytes(inputs)
+                                                         : inputs;
+    const int64_t bytes = static_cast<int64_t>(element_bytes(type));
+    return elements + (elements * bytes % 512 == 0 ? 64 / bytes : 0);
 }
 
 struct Norm {

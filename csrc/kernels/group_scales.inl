@@ -79,9 +79,8 @@ class GroupLevels {
     vf scales_{}, mins_{};
 };
 
-// Whether quantized rows for 4-bit codes and for codes with one scale per output have two int8 terms. AMX
-// multiplies the second term at almost no cost; on the vector unit it would double the work (decision
-// 0017).
+// Whether quantized rows for codes with one scale per output have two int8 terms. AMX multiplies the second
+// term at almost no cost; on the vector unit it would double the work (decision 0017).
 constexpr bool kTwoTerms = kHasTileUnit;
 
 // Scales, half-group sums and scaled sums of consecutive rows for one group of inputs.

@@ -1,6 +1,6 @@
 // Matmuls on AMX: 16 rows by 16 outputs at a time.
 //
-// The integer path unpacks the groups of a weight tile once to signed bytes (codes minus the zero point) in
+// The path for codes in groups unpacks a weight tile once to signed bytes (codes minus the zero point) in
 // scratch, multiplies 16 rows at a time, and scales each group's exact int32 sums by the same fmas in the
 // same order as linear.inl. The results are bitwise equal, so few rows may take either path. dpbf16ps has a
 // summation order of its own, so bf16 uses AMX for any number of rows.
@@ -11,149 +11,128 @@
 namespace octavo {
 namespace {
 
-constexpr int kAmxMinRows = 6;  // fewer rows are faster on dpbusd (measured: crossover at 5 to 7)
+constexpr int kAmxMinRows = 6;  // of codes with one scale per output: crossover at 5 to 7
 
-// -- integers --
+// -- integers in groups --
 
-OCTAVO_INLINE bool is_integer(Code code) { return code == Code::u4 || code == Code::u8; }
-
-// Returns the bytes of a row that one multiplication reads: a group of 32 inputs, with both terms for 4-bit
-// weights.
-OCTAVO_INLINE constexpr int row_depth(Code code) { return code == Code::u4 ? 2 * kGroup : kGroup; }
-
-// Writes the signed codes of one tile as B tiles, [groups][depth / 4][16 o][4]. 4-bit codes are written
-// twice: times 8 for the first terms, and unchanged for the second.
-void unpack_tile(const Tiles& w, const uint8_t* tile, size_t step, int8_t* out) {
-    const __m512i zero = _mm512_set1_epi8(static_cast<char>(w.zero_point)), nibble = _mm512_set1_epi8(15),
-                  eights = _mm512_set1_epi8(static_cast<char>(0xf8));
-    for (int g = 0; g < w.num_groups; g++, tile += step, out += 16 * row_depth(w.code)) {
-        prefetch_ahead<320>(tile);
-        if (w.code == Code::u4) {
-            const auto put = [&](int row, __m512i codes) {
-                codes = _mm512_sub_epi8(codes, zero);
-                _mm512_store_si512(out + 64 * row, _mm512_and_si512(_mm512_slli_epi16(codes, 3), eights));
-                _mm512_store_si512(out + 64 * (row + 8), codes);
-            };
-            for (int v = 0; v < 4; v++) {
-                const __m512i both = _mm512_loadu_si512(tile + 64 * v);
-                put(2 * v, _mm512_and_si512(both, nibble));
-                put(2 * v + 1, _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble));
-            }
-        } else {
-            for (int v = 0; v < 8; v++)
-                _mm512_store_si512(out + 64 * v, _mm512_sub_epi8(_mm512_loadu_si512(tile + 64 * v), zero));
-        }
+// Writes the signed codes of one tile as B tiles, [groups][8][16 o][4].
+template <Code C>
+void unpack_tile(const Tiles& w, const uint8_t* tile, int8_t* out) {
+    static_assert(kCodeOffset == 0);
+    const Table16 table(w.table);
+    const vi zero = splat_i(w.zero_point * 0x01010101);
+    const size_t factors = factor_bytes(w), spans = (w.num_groups + kSmallSpan - 1) / kSmallSpan,
+                 step = (w.tile_bytes - spans * factors) / w.num_groups;
+    for (int g = 0; g < w.num_groups; g++, tile += step, out += kTile * kGroup) {
+        if (g % kSmallSpan == 0) tile += factors;
+        prefetch_ahead<codes_bytes(C)>(tile);
+        for (int v = 0; v < 8; v++)
+            _mm512_store_si512(out + 64 * v, _mm512_sub_epi8(raw(load_codes<C>(tile, table, v)), raw(zero)));
     }
 }
 
-// Unsigned 8-bit codes with zero point 0 may exceed 127 and do not fit signed bytes; such weights use
-// dpbusd.
-OCTAVO_INLINE bool fits_signed(const Tiles& w) { return w.code == Code::u4 || w.zero_point != 0; }
-
-// Adds the scaled sums [R][16 o] of one group to the accumulators of R rows, which are in registers.
-template <int R, ScaleType S, ZeroPointKind Z>
-OCTAVO_INLINE void scale_group(const uint8_t* scales, const QuantizedRows& x, int64_t row, int g,
-                               const int32_t* sums, vf (&acc)[R]) {
-    const vf scale = load_scale<S>(scales);
-    const vf group_min = load_min<S, Z>(scales + scale_bytes<S>(), scale);
+// Adds the scaled sums [16 rows][16 o] of one group to the accumulators, which are in registers.
+template <ZeroPointKind Z>
+OCTAVO_INLINE void scale_group(vf scale, vf group_min, const QuantizedRows& x, int64_t row, int g,
+                               const int32_t* sums, vf (&acc)[kTile]) {
     const float* d = x.scales + x.at(row, g);
     const float* sum = x.scaled_sums + x.at(row, g);
 #pragma GCC unroll 16
-    for (int m = 0; m < R; m++) {
+    for (int m = 0; m < kTile; m++) {
         acc[m] = fma(to_float(load_i(sums + m * 16)), scale * d[m], acc[m]);
         if (Z != ZeroPointKind::none) acc[m] = fma(group_min, splat(sum[m]), acc[m]);
     }
 }
 
-// Multiplies two groups (or the last one alone) into exact sums [2][R][16 o]. The intrinsics require
-// literal register numbers, hence the macro: `multiply_even` and `multiply_odd` alternate, each with its
-// own registers.
-#define OCTAVO_MULTIPLY_PAIR(NAME, FIRST, SECOND)                                            \
-    template <int R, int kDepth>                                                             \
-    OCTAVO_INLINE void NAME(const int8_t* q, int64_t stride, const int8_t* codes, bool both, \
-                            int32_t* sums) {                                                 \
-        _tile_zero(FIRST);                                                                   \
-        _tile_loadd(4, q, stride);                                                           \
-        _tile_loadd(6, codes, 64);                                                           \
-        _tile_dpbssd(FIRST, 4, 6);                                                           \
-        if (both) {                                                                          \
-            _tile_zero(SECOND);                                                              \
-            _tile_loadd(5, q + kDepth, stride);                                              \
-            _tile_loadd(7, codes + 16 * kDepth, 64);                                         \
-            _tile_dpbssd(SECOND, 5, 7);                                                      \
-            _tile_stored(SECOND, sums + R * 16, 64);                                         \
-        }                                                                                    \
-        _tile_stored(FIRST, sums, 64);                                                       \
-    }
-OCTAVO_MULTIPLY_PAIR(multiply_even, 0, 1)
-OCTAVO_MULTIPLY_PAIR(multiply_odd, 2, 3)
-#undef OCTAVO_MULTIPLY_PAIR
+constexpr int kAmxGroups = 4;  // groups that are multiplied while the vector unit scales the four before
 
-// Multiplies one tile by R rows, R = 16, 8, 4, 2 or 1. The vector unit scales a pair of groups while AMX
-// multiplies the next pair.
-template <int R, int kDepth, ScaleType S, ZeroPointKind Z>
-void int8_rows(const Tiles& w, const uint8_t* tile, size_t step, const int8_t* codes, const QuantizedRows& x,
-               int64_t row, float* out) {
-    alignas(64) int32_t sums[2][2 * R * 16];
+// Multiplies up to four groups into exact sums [4][16 rows][16 o]. The intrinsics require literal register
+// numbers, hence the macro.
+OCTAVO_INLINE void multiply_groups(const int8_t* q, int64_t stride, const int8_t* codes, int count,
+                                   int32_t* sums) {
+#define OCTAVO_MULTIPLY_GROUP(G, A, B)                  \
+    if (G < count) {                                    \
+        _tile_zero(G);                                  \
+        _tile_loadd(A, q + G * kGroup, stride);         \
+        _tile_loadd(B, codes + G * kTile * kGroup, 64); \
+        _tile_dpbssd(G, A, B);                          \
+        _tile_stored(G, sums + G * kTile * kTile, 64);  \
+    }
+    OCTAVO_MULTIPLY_GROUP(0, 4, 6)
+    OCTAVO_MULTIPLY_GROUP(1, 5, 7)
+    OCTAVO_MULTIPLY_GROUP(2, 4, 6)
+    OCTAVO_MULTIPLY_GROUP(3, 5, 7)
+#undef OCTAVO_MULTIPLY_GROUP
+}
+
+// Multiplies one tile by 16 rows. The vector unit scales four groups while AMX multiplies the next four.
+template <ScaleType S, ZeroPointKind Z>
+void sixteen_rows(const Tiles& w, const uint8_t* tile, const int8_t* codes, const QuantizedRows& x,
+                  int64_t row, float* out) {
+    alignas(64) int32_t sums[2][kAmxGroups][kTile * kTile];
     const int8_t* q = reinterpret_cast<const int8_t*>(x.values) + row * x.stride;
-    const uint8_t* scales = tile + codes_bytes(w.code);
+    const size_t scales = codes_bytes(w.code), step = scales + scale_bytes<S>() + zero_point_bytes<S, Z>();
     const int groups = w.num_groups;
-    configure_matmul(R, kDepth);
-    vf acc[R] = {};
-    const auto scale = [&](int g, const int32_t* from) {
-        if (g < groups) scale_group<R, S, Z>(scales + g * step, x, row, g, from, acc);
-        if (g + 1 < groups) scale_group<R, S, Z>(scales + (g + 1) * step, x, row, g + 1, from + R * 16, acc);
-    };
-    multiply_even<R, kDepth>(q, x.stride, codes, groups > 1, sums[0]);
-    for (int g = 0; g < groups; g += 4, q += 4 * kDepth, codes += 4 * 16 * kDepth) {
-        if (g + 2 < groups)
-            multiply_odd<R, kDepth>(q + 2 * kDepth, x.stride, codes + 2 * 16 * kDepth, g + 3 < groups,
-                                    sums[1]);
-        scale(g, sums[0]);
-        if (g + 4 < groups)
-            multiply_even<R, kDepth>(q + 4 * kDepth, x.stride, codes + 4 * 16 * kDepth, g + 5 < groups,
-                                     sums[0]);
-        scale(g + 2, sums[1]);
+    vf acc[kTile] = {};
+    GroupLevels<S, Z> levels(w);
+    for (int g = 0; g < groups + kAmxGroups; g += kAmxGroups) {
+        if (g < groups)
+            multiply_groups(q + g * kGroup, x.stride, codes + g * kTile * kGroup, groups - g,
+                            sums[g / kAmxGroups % 2][0]);
+        const int first = g - kAmxGroups;
+        for (int i = 0; first >= 0 && i < kAmxGroups && first + i < groups; i++, tile += step) {
+            tile = levels.begin(tile, first + i);
+            const vf scale = levels.scale(tile + scales);
+            scale_group<Z>(scale, levels.min(tile + scales + scale_bytes<S>(), scale), x, row, first + i,
+                           sums[first / kAmxGroups % 2][i], acc);
+        }
     }
-    for (int m = 0; m < R; m++) store(out + 16 * m, acc[m]);
+    for (int m = 0; m < kTile; m++) store(out + 16 * m, acc[m]);
 }
 
-template <int kDepth, ScaleType S, ZeroPointKind Z>
-void int8_all_rows(const Tiles& w, const uint8_t* data, const int8_t* codes, const QuantizedRows& x,
-                   int64_t row0, int num_rows, float* acc) {
-    const size_t step = w.tile_bytes / w.num_groups;
-    int done = 0;
-    const auto run = [&](auto kernel, int rows) {
-        for (; num_rows - done >= rows; done += rows)
-            kernel(w, data, step, codes, x, row0 + done, acc + 16 * done);
-    };
-    run(int8_rows<16, kDepth, S, Z>, 16);
-    run(int8_rows<8, kDepth, S, Z>, 8);
-    run(int8_rows<4, kDepth, S, Z>, 4);
-    run(int8_rows<2, kDepth, S, Z>, 2);
-    run(int8_rows<1, kDepth, S, Z>, 1);
+template <ScaleType S>
+auto choose_sixteen_rows(const Tiles& w) {
+    if constexpr (S != ScaleType::small)
+        if (w.zero_point_kind == ZeroPointKind::zero) return sixteen_rows<S, ZeroPointKind::zero>;
+    return w.zero_point_kind == ZeroPointKind::min ? sixteen_rows<S, ZeroPointKind::min>
+                                                   : sixteen_rows<S, ZeroPointKind::none>;
 }
 
-template <int kDepth, ScaleType S>
-auto choose_all_rows(const Tiles& w) {
-    if (w.zero_point_kind == ZeroPointKind::zero) return int8_all_rows<kDepth, S, ZeroPointKind::zero>;
-    return w.zero_point_kind == ZeroPointKind::min ? int8_all_rows<kDepth, S, ZeroPointKind::min>
-                                                   : int8_all_rows<kDepth, S, ZeroPointKind::none>;
+auto choose_sixteen_rows(const Tiles& w) {
+    switch (w.scale_type) {
+        case ScaleType::fp16: return choose_sixteen_rows<ScaleType::fp16>(w);
+        case ScaleType::small: return choose_sixteen_rows<ScaleType::small>(w);
+        default: return choose_sixteen_rows<ScaleType::fp32>(w);
+    }
 }
 
-template <int kDepth>
-auto choose_all_rows(const Tiles& w) {
-    return w.scale_type == ScaleType::fp16 ? choose_all_rows<kDepth, ScaleType::fp16>(w)
-                                           : choose_all_rows<kDepth, ScaleType::fp32>(w);
+auto choose_unpacking(Code code) {
+    switch (code) {
+        case Code::u4: return unpack_tile<Code::u4>;
+        case Code::u5: return unpack_tile<Code::u5>;
+        case Code::l4: return unpack_tile<Code::l4>;
+        default: return unpack_tile<Code::u8>;
+    }
 }
 
-void amx_matmul_int8(const Tiles& w, int tile, const QuantizedRows& x, int64_t row0, int num_rows, float* acc,
-                     uint8_t* scratch) {
-    const uint8_t* data = w.tile(tile);
+// Whether AMX multiplies blocks of 16 rows. Scales that change every 16 inputs stay on the vector unit, and so
+// do 8-bit codes without a zero point, which may exceed 127.
+OCTAVO_INLINE bool is_multiplied_in_groups(const Tiles& w) {
+    if (w.half_groups) return false;
+    return w.code == Code::u4 || w.code == Code::u5 ||
+           ((w.code == Code::u8 || w.code == Code::l4) && w.zero_point != 0);
+}
+
+// Multiplies a tile by whole blocks of 16 rows.
+void amx_matmul_groups(const TileRef& ref, const QuantizedRows& x, int64_t row0, int num_rows,
+                       uint8_t* scratch) {
+    const Tiles& w = *ref.weight;
     int8_t* codes = reinterpret_cast<int8_t*>(scratch);
-    unpack_tile(w, data, w.tile_bytes / w.num_groups, codes);
-    const auto run = w.code == Code::u4 ? choose_all_rows<2 * kGroup>(w) : choose_all_rows<kGroup>(w);
-    run(w, data, codes, x, row0, num_rows, acc);
+    choose_unpacking(w.code)(w, ref.data(), codes);
+    configure_matmul(kTile, kGroup);
+    const auto run = choose_sixteen_rows(w);
+    for (int done = 0; done < num_rows; done += kTile)
+        run(w, ref.data(), codes, x, row0 + done, ref.acc + 16 * done);
 }
 
 // Prefetches 1 KiB into the second-level cache, at the same offset in the pair of tiles after this pair.
@@ -314,18 +293,26 @@ void amx_matmul(const TileRef* tiles, int count, const QuantizedRows& x, int64_t
         return prefetch_first(), amx_matmul_bf16(tiles, count, x, row0, num_rows);
     if (tiles->weight->code == Code::i8 && num_rows >= kAmxMinRows)
         return prefetch_first(), amx_matmul_whole(tiles, count, x, row0, num_rows);
-    for (int i = 0; i < count; i++) {
-        const Tiles& w = *tiles[i].weight;
-        const bool integers = is_integer(w.code) && !w.half_groups && w.scale_type != ScaleType::small &&
-                              fits_signed(w) && num_rows >= kAmxMinRows;
-        if (integers && i == 0) prefetch_first();
-        integers ? amx_matmul_int8(w, tiles[i].tile, x, row0, num_rows, tiles[i].acc, scratch)
-                 : vector_matmul(tiles + i, 1, x, row0, num_rows);
+    if (count == 2 && !tiles->weight->is_laid_out_as(*tiles[1].weight)) {
+        amx_matmul(tiles, 1, x, row0, num_rows, scratch);
+        return amx_matmul(tiles + 1, 1, x, row0, num_rows, scratch);
     }
+    // Fewer than 16 rows are faster on dpbusd.
+    const int in_blocks = is_multiplied_in_groups(*tiles->weight) ? num_rows / kTile * kTile : 0;
+    TileRef rest[2];
+    for (int i = 0; i < count; i++) {
+        rest[i] = tiles[i];
+        if (!in_blocks) continue;
+        rest[i].acc += kTile * in_blocks;
+        rest[i].prefetch = nullptr;
+        if (i == 0) prefetch_first();
+        amx_matmul_groups(tiles[i], x, row0, in_blocks, scratch);
+    }
+    if (in_blocks < num_rows) vector_matmul(rest, count, x, row0 + in_blocks, num_rows - in_blocks);
 }
 
 size_t amx_scratch_bytes(const Tiles& w) {
-    return is_integer(w.code) ? static_cast<size_t>(w.num_groups) * 16 * row_depth(w.code) : 0;
+    return is_multiplied_in_groups(w) ? static_cast<size_t>(w.num_groups) * kTile * kGroup : 0;
 }
 
 }  // namespace

@@ -52,19 +52,15 @@ struct ActiveInputs {
     }
 };
 
-// Both terms of a row; those of input k are at index at(k). `second` is null if there is one term.
+// Both terms of a row. `second` is null if there is one term.
 struct RowTerms {
     const int8_t *first, *second;
-    bool in_groups;  // whether the first and second terms of a group are adjacent
 
     RowTerms() = default;
     // `memory` receives second terms that are not stored in the row.
     RowTerms(const QuantizedRows& x, int64_t row, int8_t* memory)
-        : first(static_cast<const int8_t*>(x.values) + row * x.stride),
-          second(nullptr),
-          in_groups(x.type == RowType::two_terms) {
+        : first(static_cast<const int8_t*>(x.values) + row * x.stride), second(nullptr) {
         const int num_inputs = x.num_groups * kGroup;
-        if (in_groups) second = first + kGroup;
         if (x.type == RowType::whole) second = first + num_inputs;
         if (x.type != RowType::outliers) return;
         const OutlierList list(const_cast<int8_t*>(first), num_inputs);
@@ -72,7 +68,6 @@ struct RowTerms {
         for (int i = 0; i < *list.count; i++) std::memcpy(memory + 4 * list.quads[i], list.terms + 4 * i, 4);
         second = memory;
     }
-    OCTAVO_INLINE int64_t at(int input) const { return in_groups ? input + input / kGroup * kGroup : input; }
 };
 
 // `run`: inputs per run, a multiple of 32.
@@ -85,9 +80,8 @@ void find_active(const QuantizedRows& x, int64_t row0, int run, ActiveInputs& ac
     const auto add = [&](int input, bool is_active) {
         active.inputs[count] = input;
         for (int m = 0; m < M; m++) {
-            const int64_t at = rows[m].at(input);
-            active.of(m, 0)[count] = is_active ? rows[m].first[at] : 0;
-            active.of(m, 1)[count] = is_active && rows[m].second ? rows[m].second[at] : 0;
+            active.of(m, 0)[count] = is_active ? rows[m].first[input] : 0;
+            active.of(m, 1)[count] = is_active && rows[m].second ? rows[m].second[input] : 0;
         }
         count++;
     };
@@ -95,9 +89,8 @@ void find_active(const QuantizedRows& x, int64_t row0, int run, ActiveInputs& ac
         uint64_t some = 0;
         for (int m = 0; m < M; m++) {
             uint64_t words[2] = {};
-            const int64_t at = rows[m].at(base);
-            std::memcpy(words, rows[m].first + at, 8);
-            if (rows[m].second) std::memcpy(words + 1, rows[m].second + at, 8);
+            std::memcpy(words, rows[m].first + base, 8);
+            if (rows[m].second) std::memcpy(words + 1, rows[m].second + base, 8);
             some |= words[0] | words[1];
         }
         for (; some; some &= ~(0xffull << (__builtin_ctzll(some) & ~7)))
@@ -202,10 +195,10 @@ constexpr size_t tile_group_bytes() {
     return 256 + scale_bytes<S>() + zero_point_bytes<S, Z>();
 }
 
-// add_columns for 4-bit codes: sums [M][2 terms][outputs]; each 2 * kInterleaved sums are those of the low
-// codes, then of the high codes.
-template <int M, bool kSecond>
-OCTAVO_INLINE void add_nibbles(const Columns& columns, const Columns& ahead, const vi (&terms)[M][2],
+// add_columns for 4-bit codes: sums [M][outputs]; each 2 * kInterleaved sums are those of the low codes, then
+// of the high codes.
+template <int M>
+OCTAVO_INLINE void add_nibbles(const Columns& columns, const Columns& ahead, const vi (&inputs)[M],
                                int num_bytes, int outputs, int32_t* sums) {
     for (int at = 0; at < num_bytes; at += kInterleaved) {
         vi quads[kQuadVectors];
@@ -215,9 +208,8 @@ OCTAVO_INLINE void add_nibbles(const Columns& columns, const Columns& ahead, con
             for (int half = 0; half < 2; half++) {
                 const vi codes = (half ? quads[v] >> 4 : quads[v]) & 0x0f0f0f0f;
                 for (int m = 0; m < M; m++) {
-                    int32_t* to = sums + 2 * m * outputs + 2 * at + half * kInterleaved + v * kTile;
-                    store_i(to, dot4(load_i(to), codes, terms[m][0]));
-                    if (kSecond) store_i(to + outputs, dot4(load_i(to + outputs), codes, terms[m][1]));
+                    int32_t* to = sums + m * outputs + 2 * at + half * kInterleaved + v * kTile;
+                    store_i(to, dot4(load_i(to), codes, inputs[m]));
                 }
             }
     }
@@ -234,7 +226,7 @@ void sparse_nibbles(const Tiles& w, int tile, int count, const QuantizedRows& x,
                  all_scales = w.num_tiles() * scale_bytes<S>();
     ActiveInputs active(scratch, x.num_groups);
     find_active<M>(x, row0, kGroup, active);
-    alignas(64) int32_t sums[2 * M * kStride];
+    alignas(64) int32_t sums[M * kStride];
     alignas(64) float totals[M * kStride];
     const int from = tile / 2 * 2, end = (tile + count + 1) / 2 * 2;
     for (int block = from; block < end; block += kOutputs / kTile) {
@@ -253,10 +245,9 @@ void sparse_nibbles(const Tiles& w, int tile, int count, const QuantizedRows& x,
                 Columns columns, ahead;
                 columns_at(i, columns);
                 columns_at(i + 4, ahead);
-                vi terms[M][2];
-                const bool second = load_terms<M>(active, i, terms);
-                second ? add_nibbles<M, true>(columns, ahead, terms, tiles * kTile / 2, kStride, sums)
-                       : add_nibbles<M, false>(columns, ahead, terms, tiles * kTile / 2, kStride, sums);
+                vi inputs[M];
+                for (int m = 0; m < M; m++) inputs[m] = broadcast4(active.of(m, 0) + i);
+                add_nibbles<M>(columns, ahead, inputs, tiles * kTile / 2, kStride, sums);
             }
             const uint8_t* scales = w.data + g * group_bytes + codes;
             for (int m = 0; m < M; m++) {
@@ -266,14 +257,13 @@ void sparse_nibbles(const Tiles& w, int tile, int count, const QuantizedRows& x,
                 const float d = x.scales[x.at(row, g)], scaled = x.scaled_sums[x.at(row, g)];
                 const int both = 2 * kInterleaved;  // sums of low codes, then of high codes
                 for (int at = 0; at < (tiles * kTile + both - 1) / both * both; at += kInterleaved) {
-                    vi firsts[kQuadVectors], seconds[kQuadVectors];
-                    load_sums(sums + 2 * m * kStride + at, firsts);
-                    if (kTwoTerms) load_sums(sums + (2 * m + 1) * kStride + at, seconds);
+                    vi of_codes[kQuadVectors];
+                    load_sums(sums + m * kStride + at, of_codes);
                     for (int v = 0; v < kQuadVectors; v++) {
                         const int pair = at / (2 * kInterleaved) * kQuadVectors + v,
                                   of = 2 * pair + at / kInterleaved % 2;  // index of the tile in the block
                         if (of >= tiles) break;
-                        const vi sum = (kTwoTerms ? firsts[v] * kFirstUnit + seconds[v] : firsts[v]) + zeros;
+                        const vi sum = of_codes[v] + zeros;
                         const vf scale = load_scale<S>(scales + (block + of) * scale_bytes<S>());
                         float* total = totals + m * kStride + of * kTile;
                         vf to = fma(to_float(sum), scale * d, load(total));

@@ -10,7 +10,6 @@ namespace {
 template <int M, ScaleType S, ZeroPointKind Z>
 void matmul_u4(const TileRef* ref, const QuantizedRows& x, int64_t row, const RowPass& pass) {
     constexpr size_t kCodes = 256, kStep = kCodes + scale_bytes<S>() + zero_point_bytes<S, Z>();
-    constexpr int kTerms = kTwoTerms ? 2 : 1;
     const Tiles& w = *ref->weight;
     const uint8_t* tile = ref->data();
     const int groups = w.num_groups;
@@ -27,28 +26,25 @@ void matmul_u4(const TileRef* ref, const QuantizedRows& x, int64_t row, const Ro
         const auto zeros = [&](int m) {
             return Z == ZeroPointKind::min ? vi{} : splat_i(-w.zero_point * (at.first[m] + at.second[m]));
         };
-        vi low[kTerms][M] = {}, high[kTerms][M] = {};
+        vi low[M] = {}, high[M] = {};
         if constexpr (!kPairSums)
 #pragma GCC unroll 8
-            for (int m = 0; m < M; m++) low[kTerms - 1][m] = zeros(m);
+            for (int m = 0; m < M; m++) low[m] = zeros(m);
 #pragma GCC unroll 4
         for (int v = 0; v < 4; v++) {
             const vi both = load_i(tile + 64 * v), lows = both & 0x0f0f0f0f, highs = high_nibbles(both);
 #pragma GCC unroll 8
-            for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
-                for (int t = 0; t < kTerms; t++) {
-                    const int8_t* terms = q[m] + kGroup * (kTerms * g + t) + 8 * v;
-                    low[t][m] = dot4_narrow(low[t][m], lows, broadcast4(terms));
-                    high[t][m] = dot4_narrow(high[t][m], highs, broadcast4(terms + 4));
-                }
+            for (int m = 0; m < M; m++) {
+                const int8_t* inputs = q[m] + kGroup * g + 8 * v;
+                low[m] = dot4_narrow(low[m], lows, broadcast4(inputs));
+                high[m] = dot4_narrow(high[m], highs, broadcast4(inputs + 4));
+            }
         }
         const vf scale = levels.scale(tile + kCodes);
         const vf group_min = levels.min(tile + kCodes + scale_bytes<S>(), scale);
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-            vi sum = nibble_sum(low[kTerms - 1][m], high[kTerms - 1][m]);
-            if (kTerms == 2) sum += nibble_sum(low[0][m], high[0][m]) * kFirstUnit;
+            vi sum = nibble_sum(low[m], high[m]);
             if (kPairSums && Z != ZeroPointKind::min) sum += zeros(m);
             acc[m] = fma(to_float(sum), scale * at.scale[m], acc[m]);
             if (Z != ZeroPointKind::none) acc[m] = fma(group_min, splat(at.scaled_sum[m]), acc[m]);

@@ -67,12 +67,10 @@ OCTAVO_INLINE vf absolute(vf v) { return as_float(as_int(v) & 0x7fffffff); }
 constexpr float kOutlierMeans = 6;
 
 // Quantizes a group of 32 with d = absmax / 127; a group of zeros has d = 0. A NaN or an infinity makes d
-// NaN, so that it propagates. With kTwoTermed d = absmax / 1016, and values are stored as 8 first + second.
-template <bool kTwoTermed>
+// NaN, so that it propagates.
 OCTAVO_INLINE void store_int8_group(const vf (&half)[2], const QuantizedRows& rows, int64_t index, int g) {
-    constexpr float kLargest = kTwoTermed ? 127.0f * kFirstUnit : 127.0f;
-    int8_t* q =
-        static_cast<int8_t*>(rows.values) + index * rows.stride + g * (kTwoTermed ? 2 * kGroup : kGroup);
+    constexpr float kLargest = 127.0f;
+    int8_t* q = static_cast<int8_t*>(rows.values) + index * rows.stride + g * kGroup;
     // Magnitudes have the same order as their bit patterns as integers; infinities and NaNs are above all
     // numbers.
     const int32_t bits = max_lanes_i(max_i(as_int(absolute(half[0])), as_int(absolute(half[1]))));
@@ -84,16 +82,8 @@ OCTAVO_INLINE void store_int8_group(const vf (&half)[2], const QuantizedRows& ro
     int32_t sum = 0;
     for (int h = 0; h < 2; h++) {
         const vi whole = finite ? round_to_int(half[h] * inverse) : vi{};
-        int32_t half_sum;
-        if (kTwoTermed) {
-            const vi first = (whole + kFirstUnit / 2) >> 3;
-            store_int8(q + h * kLanes, first);
-            store_int8(q + kGroup + h * kLanes, whole - first * kFirstUnit);
-            half_sum = sum_lanes_i(whole);
-        } else {
-            store_int8(q + h * kLanes, whole);
-            half_sum = sum_bytes(q + h * kLanes);
-        }
+        store_int8(q + h * kLanes, whole);
+        const int32_t half_sum = sum_bytes(q + h * kLanes);
         rows.sums[rows.half_at(index, g, h)] = half_sum;
         sum += half_sum;
     }
@@ -105,8 +95,7 @@ OCTAVO_INLINE void store_int8_group(const vf (&half)[2], const QuantizedRows& ro
 OCTAVO_INLINE void store_group(const vf (&half)[2], const QuantizedRows& rows, int64_t index, int g) {
     const int64_t at = index * rows.stride + g * kGroup;
     switch (rows.type) {
-        case RowType::int8: return store_int8_group<false>(half, rows, index, g);
-        case RowType::two_terms: return store_int8_group<true>(half, rows, index, g);
+        case RowType::int8: return store_int8_group(half, rows, index, g);
         case RowType::whole:
         case RowType::outliers:
             return;  // quantized by rows: see quantize_whole_row and quantize_with_outliers

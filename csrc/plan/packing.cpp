@@ -59,15 +59,16 @@ bool keeps_fp16(const QuantizedSource& s) {
            (!s.mins.data || (s.mins.kind == Matrix::Kind::fp16 && !s.super_mins.data));
 }
 
-// Returns the code of a source's tiles. `narrow`: whether codes of up to 4 bits stay 4 bits.
-Code code_for(const QuantizedSource& s, bool narrow) {
+// Returns the code of a source's tiles. 4-bit codes in groups of 16 are indices into a table too, that of the
+// numbers 0 to 15.
+Code code_for(const QuantizedSource& s) {
     const int bits = s.codes.bits();
     const bool small_halves = s.small_levels && s.group == 16;
     const bool shares_bytes = s.scales.kind == Matrix::Kind::scales4 && s.mins.kind == Matrix::Kind::mins4;
     if (bits <= 2 && small_halves && s.mins.data && shares_bytes) return Code::u2;
-    if (bits == 3 && small_halves && !s.mins.data && !s.wide) return Code::u3;
-    if (narrow) return s.table || s.group == 16 ? Code::l4 : Code::u4;
-    if (s.wide || s.zeros.data) return Code::u8;
+    if (bits == 3 && small_halves && !s.mins.data) return Code::u3;
+    if (bits <= 4) return s.table || s.group == 16 ? Code::l4 : Code::u4;
+    if (s.zeros.data) return Code::u8;
     if (bits == 5 && s.group != 16 && (s.small_levels || keeps_fp16(s))) return Code::u5;
     return bits == 6 && small_halves && !s.mins.data ? Code::u6 : Code::u8;
 }
@@ -365,11 +366,9 @@ PackedTiles Packer::add(const QuantizedSource& s) {
     if (s.floats) return add_floats(s);
     check(s);
     const bool fp16 = keeps_fp16(s);
-    // 4-bit codes in groups of 16 are indices into a table too, that of the numbers 0 to 15.
-    const bool narrow = s.codes.bits() <= 4 && (s.table || s.group == 16 || !s.wide);
     const bool has_half_factors = s.small_levels && s.super_scales.kind == Matrix::Kind::fp16 &&
                                   (!s.mins.data || s.super_mins.kind == Matrix::Kind::fp16);
-    const TileFormat format{.code = code_for(s, narrow),
+    const TileFormat format{.code = code_for(s),
                             .scale_type = s.small_levels ? ScaleType::small
                                           : fp16         ? ScaleType::fp16
                                                          : ScaleType::fp32,

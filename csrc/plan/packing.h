@@ -87,7 +87,6 @@ struct QuantizedSource {
     std::optional<Code> floats{};
     const float* numbers = nullptr;
     bool small_levels = false;  // stores scales of two levels as bytes with factors
-    bool wide = false;  // stores codes of 4 to 6 bits in bytes
     bool whole_rows = false;  // signed 8-bit codes with one scale per output, scales [rows][1]
     bool by_columns =
         false;  // stores whole_rows weights, and 4-bit codes with an even number of tiles, by columns

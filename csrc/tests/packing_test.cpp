@@ -63,7 +63,7 @@ void check_matmul(const KernelTable& kernels, const PackedTiles& packed, const E
     }
 }
 
-// Checks that matmuls with two weights are bitwise equal.
+// Checks that matmuls with two weights are bitwise equal, and that each row has the bits that it has alone.
 void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTiles& b, int num_rows,
                 bool largest = false) {
     const int inputs = a.tiles.num_inputs, groups = a.tiles.num_groups;
@@ -90,6 +90,12 @@ void check_same(const KernelTable& kernels, const PackedTiles& a, const PackedTi
         kernels.tile_matmul(&first, 1, rows, 0, num_rows, scratch.data());
         kernels.tile_matmul(&second, 1, rows, 0, num_rows, scratch.data());
         CHECK(same_bits(expected, found), "%d rows, tile %d", num_rows, tile);
+        Floats alone(expected.size());
+        for (int r = 0; r < num_rows; r++) {
+            const TileRef row{&b.tiles, tile, alone.data() + static_cast<size_t>(r) * kTile};
+            kernels.tile_matmul(&row, 1, rows, r, 1, scratch.data());
+        }
+        CHECK(same_bits(expected, alone), "%d rows and each alone, tile %d", num_rows, tile);
     }
 }
 
@@ -275,7 +281,7 @@ void check_smaller(const KernelTable& kernels, const PackedTiles& plain, const P
         kernels.read_row(small.tiles, row, 1, found.data());
         CHECK(same_bits(wanted, found), "%s, row %d", kCodeNames[static_cast<int>(small.tiles.code)], row);
     }
-    for (const int num_rows : {1, 2, 3, 4, 8, 15}) check_same(kernels, plain, small, num_rows);
+    for (const int num_rows : {1, 2, 3, 4, 8, 15, 27, 32}) check_same(kernels, plain, small, num_rows);
 }
 
 // Scales and mins that stay bytes with factors have the same values as in floats, and matmuls are bitwise
@@ -308,7 +314,13 @@ void test_small_levels(const KernelTable& kernels, ThreadPool& pool) {
                 }
 }
 
-// 5-bit codes with single-level scales have the same matmuls as codes in bytes.
+Floats to_floats(const std::vector<uint16_t>& halves) {
+    Floats numbers;
+    for (const uint16_t half : halves) numbers.push_back(from_half(half));
+    return numbers;
+}
+
+// 5-bit codes with fp16 scales have the same matmuls as codes in bytes with the same scales as fp32.
 void test_five_bits(const KernelTable& kernels, ThreadPool& pool) {
     const Grouped numbers(4);
     for (const bool has_mins : {false, true}) {
@@ -316,7 +328,12 @@ void test_five_bits(const KernelTable& kernels, ThreadPool& pool) {
         WeightMemory memory;
         Packer packer(memory);
         const PackedTiles small = packer.add(s);
-        s.wide = true;
+        const Floats scales = to_floats(numbers.halves);
+        const auto as_fp32 = [&](const Matrix& m, int first) {
+            return Grouped::matrix(Matrix::Kind::fp32, scales.data() + first, m.columns, sizeof(float));
+        };
+        s.scales = as_fp32(s.scales, 0);
+        if (has_mins) s.mins = as_fp32(s.mins, 5);
         const PackedTiles wide = packer.add(s);
         packer.run(pool);
         CHECK(small.tiles.code == Code::u5 && wide.tiles.code == Code::u8);

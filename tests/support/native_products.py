@@ -126,8 +126,8 @@ def with_outliers(x):
 
 
 def two_terms(level):
-    """Returns whether rows beside 4-bit codes, and beside codes with one scale an output, have two
-    int8 terms (decisions 0017 and 0018).
+    """Returns whether rows for codes with one scale per output have two int8 terms (decisions 0017
+    and 0018).
     """
     return level == "amx"
 
@@ -146,7 +146,7 @@ def as_multiplied(weight, x, *, two_terms):
         q, d = quantised(x, 16319, group) if two_terms else with_outliers(x)
     else:
         group = GROUP
-        q, d = quantised(x, 1016 if weight.bits == 4 and two_terms else 127, group)
+        q, d = quantised(x, 127, group)
     seen = (q * d[..., None]).reshape(len(x), -1)[:, : x.shape[1]]
     return seen, np.repeat(d, group, axis=1)[:, : x.shape[1]] * 0.5001
 

@@ -231,9 +231,7 @@ class NativeBackend(Backend):
         return get_first(hooks.records(optimized) for hooks in self._hooks)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        native = native_footprint(
-            self._optimize(program), format_of, self._device.row_type, self.options.max_tokens
-        )
+        native = native_footprint(self._optimize(program), format_of, self.options.max_tokens)
         layouts = self._kv_layouts(program, computes_fp32=native.computes_fp32)
         plain = Footprint(
             native.weight_bytes,

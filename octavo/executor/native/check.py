@@ -70,7 +70,7 @@ def check(
     for an unsupported weight format.
     """
     check_ops(program, grid)
-    formats = tile_formats(program, format_of, row_type_of)
+    formats = tile_formats(program, format_of)
     for op in program.ops:
         if not isinstance(op, ops.Linear | expert_ops.GroupedLinear) or op.gate is None:
             continue

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from octavo.executor.base import FormatOf
 from octavo.executor.native.formats import (
     PRODUCTS,
-    RowTypeOf,
     get_matrices,
     tile_formats,
 )
@@ -45,13 +44,11 @@ class NativeFootprint:
     """Stages of a step without weights."""
 
 
-def native_footprint(
-    optimized: Program, format_of: FormatOf, row_type_of: RowTypeOf, max_tokens: int
-) -> NativeFootprint:
+def native_footprint(optimized: Program, format_of: FormatOf, max_tokens: int) -> NativeFootprint:
     """Returns the footprint of an optimized Program; raises UnsupportedModel for an unknown
     format.
     """
-    formats = tile_formats(optimized, format_of, row_type_of)
+    formats = tile_formats(optimized, format_of)
     sizes = {
         weight: formats[weight].num_bytes(weight.shape)
         if weight in formats

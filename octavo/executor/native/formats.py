@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from octavo.api.errors import UnsupportedModel
@@ -22,9 +22,6 @@ FLOATS_HINT = (
     "--dtype bfloat16 dequantizes such weights while loading, --quantization int8 packs them to 8"
     " bits; --backend torch supports them directly"
 )
-
-WIDENED = ("u3", "u4", "u5", "u6")
-"""Codes that `TileFormat.widened` changes; 3-bit codes become 4-bit ones."""
 
 RowTypeOf = Callable[[str], str]
 """Maps a weight code to the activation type of its matmuls, for one instruction-set level."""
@@ -58,23 +55,6 @@ class TileFormat:
     """Whether the factors of small scales are fp16, as in the file, instead of fp32."""
     span: int = 0
     """Groups of 32 inputs per scale, for float codes."""
-
-    @property
-    def widened(self) -> TileFormat:
-        """The format with 4 to 6-bit codes in bytes."""
-        return (
-            replace(self, code={"u3": "l4"}.get(self.code, "u8")) if self.code in WIDENED else self
-        )
-
-    @property
-    def for_tile_unit(self) -> TileFormat:
-        """The format for an instruction-set level with a tile unit (AMX): 2 and 3-bit codes in 4
-        bits, 5 and 6-bit codes in 8, and small scales as fp32.
-        """
-        code = {"u2": "l4", "u3": "l4", "u5": "u8", "u6": "u8"}.get(self.code, self.code)
-        if self.scale_type != "small":
-            return replace(self, code=code)
-        return replace(self, code=code, scale_type="fp32", half_factors=False)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Returns the size of a weight `[..., out, in]` in tiles."""
@@ -154,42 +134,18 @@ def get_matrices(op: Op) -> tuple[Weight, ...]:
     return (op.table,) if isinstance(op, Embedding) else ()
 
 
-def tile_formats(
-    program: Program, format_of: FormatOf, row_type_of: RowTypeOf
-) -> dict[Weight, TileFormat]:
+def tile_formats(program: Program, format_of: FormatOf) -> dict[Weight, TileFormat]:
     """Returns the tile format of each matrix; raises UnsupportedModel if one has none."""
     matrices = dict.fromkeys(weight for op in program.ops for weight in get_matrices(op))
     formats = {weight: _format(weight, format_of(weight)) for weight in matrices}
-    if has_tile_unit(row_type_of):
-        formats = {weight: tile_format.for_tile_unit for weight, tile_format in formats.items()}
     for op in program.ops:
         if isinstance(op, HeadLinear) and op.transposed and not is_float(formats[op.weight]):
             formats[op.weight] = TileFormat("bf16")
-        if isinstance(op, Linear | GroupedLinear) and op.gate is not None:
-            pair = get_matrices(op)
-            if needs_widening(row_type_of(formats[weight].code) for weight in pair):
-                formats |= {weight: formats[weight].widened for weight in pair}
     return formats
-
-
-def has_tile_unit(row_type_of: RowTypeOf) -> bool:
-    """Whether the instruction-set level has a tile unit (AMX), whose matmuls read 4 and 8-bit codes
-    with float scales.
-    """
-    return row_type_of("u4") == "two_terms"
 
 
 def is_float(tiles: TileFormat) -> bool:
     return tiles.code in ("fp32", "fp16", "bf16")
-
-
-def needs_widening(row_types: Iterable[str]) -> bool:
-    """Whether a gate and its up projection must be widened to 8 bits to read activations of one
-    type.
-
-    With 4-bit codes, activations may have two int8 terms; with 8-bit codes, one.
-    """
-    return set(row_types) == {"two_terms", "int8"}
 
 
 def _format(weight: Weight, stored: str) -> TileFormat:

@@ -18,10 +18,7 @@ from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.executor.base import LoadWeight
 from octavo.executor.native.extension import native_module
 from octavo.executor.native.formats import (
-    HALF_GROUP,
     RowTypeOf,
-    has_tile_unit,
-    needs_widening,
 )
 from octavo.program.expert_ops import GroupedLinear
 from octavo.program.family_ops import PositionScores
@@ -67,18 +64,17 @@ class NativeWeights:
         device: Any,
         load: LoadWeight,
         dtype: str,
-        row_type_of: RowTypeOf | None = None,
         *,
         apart: bool = False,
         by_columns: Collection[Weight] = (),
     ) -> None:
-        """`dtype` is the target of plain weights; `row_type_of` defaults to the device's.
+        """`dtype` is the target of plain weights.
 
         With `apart`, tiles have separate memory, which is freed together with them. `by_columns`
         lists weights to store by columns if possible, because matmuls read few of them.
         """
         self._by_columns = frozenset(by_columns)
-        self._row_type_of: RowTypeOf = row_type_of or device.row_type
+        self._row_type_of: RowTypeOf = device.row_type
         self._load = load
         self._dtype = dtype
         self._packer = native_module().Packer(device, apart=apart)
@@ -110,8 +106,7 @@ class NativeWeights:
     def gate_and_up(self, gate: Weight, up: Weight) -> list[NativeTiles]:
         """Returns the tiles of a gate and its up projection, which one matmul reads together.
 
-        They are interleaved if they have the same layout. 4-bit codes are widened to bytes if the
-        other weight has 8 bits and needs it.
+        They are interleaved if they have the same layout.
         """
         if gate == up or gate in self._tiles or up in self._tiles:
             return [self.tiles(gate), self.tiles(up)]
@@ -127,9 +122,7 @@ class NativeWeights:
         return pair
 
     def _pair(self, stored: list[StoredWeight], *, by_columns: bool = False) -> list[NativeTiles]:
-        codes = [_get_code(weight, self._dtype) for weight in stored]
-        wide = needs_widening(map(self._row_type_of, codes))
-        pair = [self._make_tiles(weight, wide=wide, by_columns=by_columns) for weight in stored]
+        pair = [self._make_tiles(weight, by_columns=by_columns) for weight in stored]
         self._packer.interleave(*(tiles.handle for tiles in pair))
         return pair
 
@@ -234,18 +227,8 @@ class NativeWeights:
             self._floats[weight] = np.ascontiguousarray(self._load(weight).dequantize())
         return self._floats[weight]
 
-    def _make_tiles(
-        self, stored: StoredWeight, *, wide: bool = False, by_columns: bool = False
-    ) -> NativeTiles:
-        on_tile_unit = has_tile_unit(self._row_type_of)
-        handle = add_weight(
-            self._packer,
-            stored,
-            self._dtype,
-            wide=wide or (on_tile_unit and _get_bits(stored) > 4),
-            by_columns=by_columns,
-            small_levels=not on_tile_unit and has_small_levels(stored),
-        )
+    def _make_tiles(self, stored: StoredWeight, *, by_columns: bool = False) -> NativeTiles:
+        handle = add_weight(self._packer, stored, self._dtype, by_columns=by_columns)
         permutation = stored.input_permutation if isinstance(stored, PackedWeight) else None
         return NativeTiles(handle, self._row_type_of(handle.code), permutation)
 
@@ -277,18 +260,16 @@ def add_weight(
     stored: StoredWeight,
     dtype: str = "auto",
     *,
-    wide: bool = False,
     by_columns: bool = False,
-    small_levels: bool = False,
 ) -> Any:
     """Adds a weight to a packer and returns its PackedTiles, filled by the packer's `run`.
 
-    Floats become `dtype` unless it is "auto". `wide` stores 4 to 6-bit codes in bytes; `by_columns`
-    stores codes with one scale per output by columns; `small_levels` keeps two-level scales as
-    bytes.
+    Floats become `dtype` unless it is "auto". `by_columns` stores codes with one scale per output
+    by columns. Scales of two levels stay bytes with factors.
     """
     if isinstance(stored, PackedWeight) and stored.is_float:
-        return packer.values(_typed(stored.codes), _get_code(stored, dtype))
+        code = {"float32": "fp32", "bfloat16": "bf16"}.get(dtype)
+        return packer.values(_typed(stored.codes), code or stored.code)
     if isinstance(stored, PackedWeight) and (code := _float_code(stored)):
         return packer.float_codes(
             **_float_fields(stored), code=code, group=stored.group, num_inputs=stored.shape[-1]
@@ -297,31 +278,10 @@ def add_weight(
         **_fields(stored),
         group=stored.group,
         num_inputs=stored.shape[-1],
-        small_levels=small_levels,
-        wide=wide,
+        small_levels=_has_small_levels(stored),
         whole_rows=_has_whole_rows(stored),
         by_columns=by_columns,
     )
-
-
-def _get_code(stored: StoredWeight, dtype: str) -> str:
-    """Returns a weight's tile code, before widening."""
-    if isinstance(stored, PackedWeight) and stored.is_float:
-        return {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, stored.code)
-    if isinstance(stored, PackedWeight) and (code := _float_code(stored)):
-        return code
-    if _has_whole_rows(stored):
-        return "i8"
-    if isinstance(stored, PackedWeight) and (
-        stored.lookup is not None or (stored.bits == 4 and stored.group == HALF_GROUP)
-    ):
-        return "l4"
-    bits = _get_bits(stored)
-    return f"u{bits}" if bits < 8 else "u8"
-
-
-def _get_bits(stored: StoredWeight) -> int:
-    return stored.bits if isinstance(stored, PackedWeight) else stored.layout.bits
 
 
 def _float_code(stored: PackedWeight) -> str | None:
@@ -331,7 +291,7 @@ def _float_code(stored: PackedWeight) -> str | None:
     return "f4" if stored.lookup is not None and not stored.has_whole_lookup else None
 
 
-def has_small_levels(stored: StoredWeight) -> bool:
+def _has_small_levels(stored: StoredWeight) -> bool:
     """Whether scales and mins are small integers with a factor per 256 inputs."""
     if isinstance(stored, BlockWeight):
         return stored.layout.super_scales is not None

@@ -28,7 +28,7 @@ IDS = {"token_ids": Value("ids", "tokens", 1, "int")}
 TABLE = Weight("table", (9, 4))
 """Families whose decoders the native backend runs."""
 
-ROW_TYPES = {"u4": "two_terms", "u8": "int8", "i8": "whole", "bf16": "bf16"}
+ROW_TYPES = {"u4": "int8", "u6": "int8", "u8": "int8", "i8": "whole", "bf16": "bf16"}
 
 
 def row_type_of(code):

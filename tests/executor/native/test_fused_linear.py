@@ -86,9 +86,7 @@ def test_bias_activation_residual(level, kind, activation, with_residual):
 
 @cache
 def gated(kinds, activation, clamp, alpha, up_offset, *, bias, two_terms):
-    """`kinds`: of the gate and of its up projection. Where they read their rows otherwise than each
-    other, 4-bit codes lie in bytes.
-    """
+    """`kinds`: formats of the gate and its up projection."""
     n, k = 37, 256
     x, weights = (
         rows_of(k),
@@ -98,7 +96,6 @@ def gated(kinds, activation, clamp, alpha, up_offset, *, bias, two_terms):
         tamed(weight) if kind in GGUF else weight
         for kind, weight in zip(kinds, weights, strict=True)
     )
-    two_terms = two_terms and (gate.bits == 4) == (up.bits == 4)
     biases = plain({"gb": normal(n, seed=9), "ub": normal(n, seed=10)})
 
     def make(v):

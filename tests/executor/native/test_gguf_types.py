@@ -17,7 +17,6 @@ from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.checkpoint.writing.gguf_file import GgufWriter
 from octavo.executor.base import BackendOptions
 from octavo.executor.native.backend import NativeBackend
-from octavo.executor.native.extension import supported_levels
 from octavo.executor.torch.backend import TorchBackend
 from octavo.models.registry import build_programs
 from octavo.quant.gguf import BLOCK_TYPES, BlockType
@@ -112,14 +111,13 @@ def test_native_runs_the_codes(source: Path, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_tiles_take_the_bits_of_their_codes(source: Path, tmp_path: Path, name: str) -> None:
-    """The footprint, known from headers, is the memory taken, and no type is a copy in floats. The
-    AMX level is left out: its tile unit reads 4 and 8-bit codes.
+    """The footprint, known from headers, is the memory taken, and no type is a copy in
+    floats.
     """
-    level = [level for level in supported_levels() if level != "amx"][-1]
     checkpoint = open_checkpoint(written(source, tmp_path / "m.gguf", name))
     program = build_programs(checkpoint.config)["decoder"]
     format_of = loaded_formats(checkpoint, "auto", None, program)
-    backend = NativeBackend(BackendOptions(num_threads=1, max_tokens=64), level=level)
+    backend = NativeBackend(BackendOptions(num_threads=1, max_tokens=64))
     footprint = backend.footprint(program, format_of).weight_bytes
     prepared = backend.prepare(program, WeightReader(checkpoint).load)
     assert sum(footprint.values()) == prepared.weight_bytes

@@ -7,7 +7,7 @@ import pytest
 from octavo.checkpoint.open import open_checkpoint
 from octavo.executor.native.backend import make_kv_layout
 from octavo.executor.native.extension import native_module, supported_levels
-from octavo.executor.native.formats import FORMATS, get_matrices, has_tile_unit
+from octavo.executor.native.formats import FORMATS, get_matrices
 from octavo.executor.native.row_rates import (
     RowAttention,
     RowProduct,
@@ -29,14 +29,11 @@ from tests.support.tiny_models import tiny_model
 def test_rates_of_every_format(level):
     native = native_module()
     device = native.Device(2, str(Path(native.__file__).parent), level)
-    formats = [
-        each.for_tile_unit if has_tile_unit(device.row_type) else each for each in FORMATS.values()
-    ]
-    products = [RowProduct(each, 256, 1 << 16) for each in formats]
+    products = [RowProduct(each, 256, 1 << 16) for each in FORMATS.values()]
     rates = row_rates(device, [*products, "another backend's"], 1 << 20)
     assert set(rates) == set(products)
     assert all(1e6 < rate < 1e12 for rate in rates.values())
-    rounds = stream_rounds(device, formats[-1], 96, 1, 3)
+    rounds = stream_rounds(device, FORMATS["Q6_K"], 96, 1, 3)
     assert len(rounds) == 3
     assert all(read > 0 and product > 0 for read, product in rounds)
     assert 0 < stage_seconds(device, 2) < 1

@@ -28,15 +28,15 @@ def make_device(threads=2):
     return native.Device(threads, directory, native.supported_levels()[-1])
 
 
-def weights_of(arrays, row_type_of=None):
+def weights_of(arrays):
     """Returns `arrays` by name as the native backend has them, and their names' Weights."""
-    weights = NativeWeights(make_device(), lambda weight: arrays[weight.name], "auto", row_type_of)
+    weights = NativeWeights(make_device(), lambda weight: arrays[weight.name], "auto")
     return weights, {name: Weight(name, array.shape) for name, array in arrays.items()}
 
 
-def native_tiles(weight, dtype="auto", threads=2, **wide):
+def native_tiles(weight, dtype="auto", threads=2):
     packer = native_module().Packer(make_device(threads))
-    tiles = add_weight(packer, weight, dtype, **wide)
+    tiles = add_weight(packer, weight, dtype)
     packer.run()
     return tiles.copy()
 
@@ -84,15 +84,15 @@ def planes(quads, low, high=0):
     )
 
 
-def written(packed, *, wide):
-    """Returns the bytes of the tiles of codes in groups."""
+def written(packed):
+    """Returns the bytes of the tiles of codes in groups with scales of one level."""
     codes = packed.unpacked_codes()
     codes = (codes.astype(np.int16) + 128).astype(np.uint8) if codes.dtype == np.int8 else codes
     quads = tiles(codes, 4)
     is_fp16 = packed.scales.super_scale is None and packed.scales.values.dtype == np.float16
-    if packed.bits == 4 and (packed.group == 16 or not wide):
+    if packed.bits == 4:
         parts = [planes(quads, 4)]
-    elif packed.bits == 5 and is_fp16 and not wide:
+    elif packed.bits == 5 and is_fp16:
         parts = [planes(quads, 4, 1)]
     else:
         parts = [planes(quads, 8)]
@@ -107,42 +107,50 @@ def written(packed, *, wide):
     return np.concatenate(parts, axis=-1).tobytes()
 
 
-@pytest.mark.parametrize("kind", sorted(set(FORMATS) - {*FLOATS, *FLOAT_CODES, "int8"}))
+ONE_LEVEL = sorted(
+    kind for kind in set(FORMATS) - {*FLOATS, *FLOAT_CODES, "int8"} if not kind.endswith("_K")
+)
+
+
+@pytest.mark.parametrize("kind", ONE_LEVEL)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("wide", [False, True])
-def test_codes_in_groups(kind, shape, wide):
-    """Codes lie in tiles in fours of inputs, 4-bit ones two to a byte or, widened, one; in groups
-    of 16 they are places in a table, and stay as they are.
+def test_codes_in_groups(kind, shape):
+    """Codes are stored in fours of inputs, 4-bit codes two per byte; in groups of 16 they are
+    indices into a table.
     """
     weight = weight_of(kind, *shape, seed=1)
     assert isinstance(weight, BlockWeight) == (kind in GGUF)
-    assert native_tiles(weight, wide=wide) == written(weight.packed(), wide=wide)
+    assert native_tiles(weight) == written(weight.packed())
 
 
-@pytest.mark.parametrize(
-    ("kind", "low", "high"), [("Q3_K", 2, 1), ("Q4_K", 4, 0), ("Q5_K", 4, 1), ("Q6_K", 4, 2)]
-)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_two_levels_lie_as_bytes_with_factors(kind, low, high, shape):
-    """Before each eight groups lie their fp16 factors; a group has codes, then scales and mins."""
-    weight = weight_of(kind, *shape, seed=1)
-    packed = weight.packed()
+CODE_BITS = {"Q2_K": (2, 0), "Q3_K": (2, 1), "Q4_K": (4, 0), "Q5_K": (4, 1), "Q6_K": (4, 2)}
+"""Low and high bits of codes with scales of two levels."""
+
+
+def written_two_levels(kind, packed):
+    """Returns the bytes of the tiles of codes with scales of two levels: fp16 factors before each
+    eight groups, then each group's codes, scales and mins. Q2_K has both in one byte.
+    """
+    codes = planes(tiles(packed.unpacked_codes(), 4), *CODE_BITS[kind])
     levels = [(packed.scales, 1)] + ([] if packed.mins is None else [(packed.mins, -1)])
-    codes = planes(tiles(packed.unpacked_codes(), 4), low, high)
-    groups = [codes] + [
-        padded(one.values.astype(np.int8) * np.int8(sign))
-        .view(np.uint8)
-        .reshape(*codes.shape[:2], -1)
-        for one, sign in levels
-    ]
+    numbers = [one.values.astype(np.int8) * np.int8(sign) for one, sign in levels]
+    if kind == "Q2_K":
+        numbers = [numbers[0] | -numbers[1] << 4]
+    groups = [codes] + [padded(one).view(np.uint8).reshape(*codes.shape[:2], -1) for one in numbers]
     whole = np.concatenate(groups, axis=-1)
     spans = whole.reshape(len(whole), whole.shape[1] // 8, -1)
-    before = [
+    factors = [
         padded(one.super_scale * np.float16(sign)).view(np.uint8).reshape(*spans.shape[:2], -1)
         for one, sign in levels
     ]
-    found = native_tiles(weight, small_levels=True)
-    assert found == np.concatenate([*before, spans], axis=-1).tobytes()
+    return np.concatenate([*factors, spans], axis=-1).tobytes()
+
+
+@pytest.mark.parametrize("kind", CODE_BITS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scales_of_two_levels(kind, shape):
+    weight = weight_of(kind, *shape, seed=1)
+    assert native_tiles(weight) == written_two_levels(kind, weight.packed())
 
 
 @pytest.mark.parametrize("kind", sorted(GGUF))
@@ -154,7 +162,9 @@ def test_blocks_of_chosen_rows_and_inputs(kind):
         weight.rows(np.array([7, 0, 39])),
         weight.inputs(256, 768),
     ):
-        assert native_tiles(part, threads=1) == written(part.packed(), wide=False)
+        packed = part.packed()
+        wanted = written_two_levels(kind, packed) if kind in CODE_BITS else written(packed)
+        assert native_tiles(part, threads=1) == wanted
 
 
 @pytest.mark.parametrize("shape", [(37, 100), (16, 192)], ids=str)
@@ -231,21 +241,6 @@ def test_gate_and_up_in_turns(gate, up):
         assert tiles.handle.copy() == native_tiles(arrays[name])
 
 
-def test_gate_and_up_of_two_widths():
-    """Where rows beside 4-bit codes have two terms, a gate of 4 bits beside an up of 8 lies in
-    bytes, and is packed only so.
-    """
-    arrays = {"gate": weight_of("int4", 40, 256), "up": weight_of("Q8_0", 40, 256)}
-    row_types = {"u4": "two_terms", "u8": "int8"}
-    weights, named = weights_of(arrays, row_types.get)
-    pair = weights.gate_and_up(named["gate"], named["up"])
-    weights.pack()
-    assert [tiles.row_type for tiles in pair] == ["int8", "int8"]
-    wanted = written(arrays["gate"].packed(), wide=True)
-    assert pair[0].handle.copy() == wanted
-    assert weights.num_bytes == sum(tiles.num_bytes for tiles in pair) >= len(wanted)
-
-
 NAMES = {"int8": "I8", "int4": "Q4_1", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 """Names of formats where the tests' kinds of weight have others."""
 
@@ -254,13 +249,10 @@ SIZED += [(kind, shape) for kind in (*FLOATS, "int8") for shape in ((37, 100), (
 
 
 @pytest.mark.parametrize(("kind", "shape"), SIZED, ids=str)
-@pytest.mark.parametrize("wide", [False, True])
-def test_the_extension_answers_the_bytes_that_packing_takes(kind, shape, wide):
+def test_the_extension_answers_the_bytes_that_packing_takes(kind, shape):
     """A format's tiles have the bytes that were answered for them before anything was read."""
     packer = native_module().Packer(make_device())
     found = TILE_FORMATS[NAMES.get(kind, kind)]
-    is_small = found.scale_type == "small"
-    taken = add_weight(packer, weight_of(kind, *shape), wide=wide, small_levels=is_small)
-    expected = found.widened if wide else found
-    assert expected.num_bytes(shape) == taken.num_bytes
+    taken = add_weight(packer, weight_of(kind, *shape))
+    assert found.num_bytes(shape) == taken.num_bytes
     assert found.num_bytes((3, *shape)) == 3 * found.num_bytes(shape)
