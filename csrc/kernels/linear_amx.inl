@@ -31,74 +31,95 @@ void unpack_tile(const Tiles& w, const uint8_t* tile, int8_t* out) {
     }
 }
 
-// Adds the scaled sums [16 rows][16 o] of one group to the accumulators, which are in registers.
+// Adds the scaled sums [16 rows][16 o] of inputs that share a scale to the accumulators, which are in
+// registers. `scaled_sums`: of the rows' integers.
 template <ZeroPointKind Z>
-OCTAVO_INLINE void scale_group(vf scale, vf group_min, const QuantizedRows& x, int64_t row, int g,
-                               const int32_t* sums, vf (&acc)[kTile]) {
-    const float* d = x.scales + x.at(row, g);
-    const float* sum = x.scaled_sums + x.at(row, g);
+OCTAVO_INLINE void add_scaled(vf scale, vf group_min, const float* d, const float* scaled_sums,
+                              const int32_t* sums, vf (&acc)[kTile]) {
 #pragma GCC unroll 16
     for (int m = 0; m < kTile; m++) {
-        acc[m] = fma(to_float(load_i(sums + m * 16)), scale * d[m], acc[m]);
-        if (Z != ZeroPointKind::none) acc[m] = fma(group_min, splat(sum[m]), acc[m]);
+        acc[m] = fma(to_float(load_i(sums + m * kTile)), scale * d[m], acc[m]);
+        if (Z != ZeroPointKind::none) acc[m] = fma(group_min, splat(scaled_sums[m]), acc[m]);
     }
 }
 
-constexpr int kAmxGroups = 4;  // groups that are multiplied while the vector unit scales the four before
+constexpr int kAmxSums = 4;  // sums that AMX computes while the vector unit scales the four before
 
-// Multiplies up to four groups into exact sums [4][16 rows][16 o]. The intrinsics require literal register
-// numbers, hence the macro.
-OCTAVO_INLINE void multiply_groups(const int8_t* q, int64_t stride, const int8_t* codes, int count,
-                                   int32_t* sums) {
-#define OCTAVO_MULTIPLY_GROUP(G, A, B)                  \
-    if (G < count) {                                    \
-        _tile_zero(G);                                  \
-        _tile_loadd(A, q + G * kGroup, stride);         \
-        _tile_loadd(B, codes + G * kTile * kGroup, 64); \
-        _tile_dpbssd(G, A, B);                          \
-        _tile_stored(G, sums + G * kTile * kTile, 64);  \
+// Multiplies 16 rows by up to four times kDepth inputs into exact sums [4][16 rows][16 o]. The intrinsics
+// require literal register numbers, hence the macro.
+template <int kDepth>
+OCTAVO_INLINE void multiply_four(const int8_t* q, int64_t stride, const int8_t* codes, int count,
+                                 int32_t (*sums)[kTile * kTile]) {
+#define OCTAVO_MULTIPLY(I, A, B)                        \
+    if (I < count) {                                    \
+        _tile_zero(I);                                  \
+        _tile_loadd(A, q + I * kDepth, stride);         \
+        _tile_loadd(B, codes + I * kTile * kDepth, 64); \
+        _tile_dpbssd(I, A, B);                          \
+        _tile_stored(I, sums[I], 64);                   \
     }
-    OCTAVO_MULTIPLY_GROUP(0, 4, 6)
-    OCTAVO_MULTIPLY_GROUP(1, 5, 7)
-    OCTAVO_MULTIPLY_GROUP(2, 4, 6)
-    OCTAVO_MULTIPLY_GROUP(3, 5, 7)
-#undef OCTAVO_MULTIPLY_GROUP
+    OCTAVO_MULTIPLY(0, 4, 6)
+    OCTAVO_MULTIPLY(1, 5, 7)
+    OCTAVO_MULTIPLY(2, 4, 6)
+    OCTAVO_MULTIPLY(3, 5, 7)
+#undef OCTAVO_MULTIPLY
 }
 
-// Multiplies one tile by 16 rows. The vector unit scales four groups while AMX multiplies the next four.
-template <ScaleType S, ZeroPointKind Z>
+// Multiplies one tile by 16 rows. The vector unit scales four sums while AMX computes the next four. kHalves:
+// scales and mins change every 16 inputs.
+template <ScaleType S, ZeroPointKind Z, bool kHalves, bool kShared = false>
 void sixteen_rows(const Tiles& w, const uint8_t* tile, const int8_t* codes, const QuantizedRows& x,
                   int64_t row, float* out) {
-    alignas(64) int32_t sums[2][kAmxGroups][kTile * kTile];
+    constexpr int kParts = kHalves ? 2 : 1, kDepth = kGroup / kParts;
+    constexpr size_t kScale = scale_bytes<S>(), kMin = kShared ? 0 : zero_point_bytes<S, Z>();
+    alignas(64) int32_t sums[2][kAmxSums][kTile * kTile];
+    alignas(64) float scaled_sums[kTile];
     const int8_t* q = reinterpret_cast<const int8_t*>(x.values) + row * x.stride;
-    const size_t scales = codes_bytes(w.code), step = scales + scale_bytes<S>() + zero_point_bytes<S, Z>();
-    const int groups = w.num_groups;
+    const size_t codes_size = codes_bytes(w.code), step = codes_size + (kScale + kMin) * kParts;
+    const int count = w.num_groups * kParts;
+    configure_matmul(kTile, kDepth);
     vf acc[kTile] = {};
-    GroupLevels<S, Z> levels(w);
-    for (int g = 0; g < groups + kAmxGroups; g += kAmxGroups) {
-        if (g < groups)
-            multiply_groups(q + g * kGroup, x.stride, codes + g * kTile * kGroup, groups - g,
-                            sums[g / kAmxGroups % 2][0]);
-        const int first = g - kAmxGroups;
-        for (int i = 0; first >= 0 && i < kAmxGroups && first + i < groups; i++, tile += step) {
-            tile = levels.begin(tile, first + i);
-            const vf scale = levels.scale(tile + scales);
-            scale_group<Z>(scale, levels.min(tile + scales + scale_bytes<S>(), scale), x, row, first + i,
-                           sums[first / kAmxGroups % 2][i], acc);
-        }
+    GroupLevels<S, Z, kShared> levels(w);
+    const auto scale_one = [&](int i, const int32_t* from) {
+        const int g = i / kParts, part = i % kParts;
+        if (part == 0) tile = levels.begin(tile, g);
+        const uint8_t* at_scale = tile + codes_size + part * kScale;
+        const vf scale = levels.scale(at_scale);
+        const vf group_min =
+            levels.min(kShared ? at_scale : tile + codes_size + kScale * kParts + part * kMin, scale);
+        const float* d = x.scales + x.at(row, g);
+        if (kHalves && Z != ZeroPointKind::none)
+            store(scaled_sums, load(d) * to_float(load_i(x.sums + x.half_at(row, g, part))));
+        add_scaled<Z>(scale, group_min, d, kHalves ? scaled_sums : x.scaled_sums + x.at(row, g), from, acc);
+        if (part == kParts - 1) tile += step;
+    };
+    for (int i = 0; i < count + kAmxSums; i += kAmxSums) {
+        if (i < count)
+            multiply_four<kDepth>(q + i * kDepth, x.stride, codes + i * kTile * kDepth, count - i,
+                                  sums[i / kAmxSums % 2]);
+        for (int before = std::max(i - kAmxSums, 0); before < std::min(i, count); before++)
+            scale_one(before, sums[before / kAmxSums % 2][before % kAmxSums]);
     }
     for (int m = 0; m < kTile; m++) store(out + 16 * m, acc[m]);
 }
 
+using SixteenRowsFn = void (*)(const Tiles& w, const uint8_t* tile, const int8_t* codes,
+                               const QuantizedRows& x, int64_t row, float* out);
+
 template <ScaleType S>
-auto choose_sixteen_rows(const Tiles& w) {
+SixteenRowsFn choose_sixteen_rows(const Tiles& w) {
+    const bool has_min = w.zero_point_kind == ZeroPointKind::min;
+    if constexpr (S == ScaleType::small)
+        if (shares_levels(w.code)) return sixteen_rows<S, ZeroPointKind::min, true, true>;
+    if (w.half_groups)
+        return has_min ? sixteen_rows<S, ZeroPointKind::min, true>
+                       : sixteen_rows<S, ZeroPointKind::none, true>;
     if constexpr (S != ScaleType::small)
-        if (w.zero_point_kind == ZeroPointKind::zero) return sixteen_rows<S, ZeroPointKind::zero>;
-    return w.zero_point_kind == ZeroPointKind::min ? sixteen_rows<S, ZeroPointKind::min>
-                                                   : sixteen_rows<S, ZeroPointKind::none>;
+        if (w.zero_point_kind == ZeroPointKind::zero) return sixteen_rows<S, ZeroPointKind::zero, false>;
+    return has_min ? sixteen_rows<S, ZeroPointKind::min, false> : sixteen_rows<S, ZeroPointKind::none, false>;
 }
 
-auto choose_sixteen_rows(const Tiles& w) {
+SixteenRowsFn choose_sixteen_rows(const Tiles& w) {
     switch (w.scale_type) {
         case ScaleType::fp16: return choose_sixteen_rows<ScaleType::fp16>(w);
         case ScaleType::small: return choose_sixteen_rows<ScaleType::small>(w);
@@ -106,31 +127,34 @@ auto choose_sixteen_rows(const Tiles& w) {
     }
 }
 
-auto choose_unpacking(Code code) {
+using UnpackFn = void (*)(const Tiles& w, const uint8_t* tile, int8_t* out);
+
+UnpackFn choose_unpacking(Code code) {
     switch (code) {
+        case Code::u2: return unpack_tile<Code::u2>;
+        case Code::u3: return unpack_tile<Code::u3>;
         case Code::u4: return unpack_tile<Code::u4>;
         case Code::u5: return unpack_tile<Code::u5>;
+        case Code::u6: return unpack_tile<Code::u6>;
         case Code::l4: return unpack_tile<Code::l4>;
-        default: return unpack_tile<Code::u8>;
+        case Code::u8: return unpack_tile<Code::u8>;
+        default: return nullptr;
     }
 }
 
-// Whether AMX multiplies blocks of 16 rows. Scales that change every 16 inputs stay on the vector unit, and so
-// do 8-bit codes without a zero point, which may exceed 127.
-OCTAVO_INLINE bool is_multiplied_in_groups(const Tiles& w) {
-    if (w.half_groups) return false;
-    return w.code == Code::u4 || w.code == Code::u5 ||
-           ((w.code == Code::u8 || w.code == Code::l4) && w.zero_point != 0);
+// Whether AMX multiplies blocks of 16 rows. 8-bit codes without a zero point may exceed 127 and stay on the
+// vector unit.
+OCTAVO_INLINE bool is_multiplied_in_blocks(const Tiles& w) {
+    return choose_unpacking(w.code) && (w.zero_point || !(w.code == Code::u8 || w.code == Code::l4));
 }
 
 // Multiplies a tile by whole blocks of 16 rows.
-void amx_matmul_groups(const TileRef& ref, const QuantizedRows& x, int64_t row0, int num_rows,
+void amx_matmul_blocks(const TileRef& ref, const QuantizedRows& x, int64_t row0, int num_rows,
                        uint8_t* scratch) {
     const Tiles& w = *ref.weight;
     int8_t* codes = reinterpret_cast<int8_t*>(scratch);
     choose_unpacking(w.code)(w, ref.data(), codes);
-    configure_matmul(kTile, kGroup);
-    const auto run = choose_sixteen_rows(w);
+    const SixteenRowsFn run = choose_sixteen_rows(w);
     for (int done = 0; done < num_rows; done += kTile)
         run(w, ref.data(), codes, x, row0 + done, ref.acc + 16 * done);
 }
@@ -298,7 +322,7 @@ void amx_matmul(const TileRef* tiles, int count, const QuantizedRows& x, int64_t
         return amx_matmul(tiles + 1, 1, x, row0, num_rows, scratch);
     }
     // Fewer than 16 rows are faster on dpbusd.
-    const int in_blocks = is_multiplied_in_groups(*tiles->weight) ? num_rows / kTile * kTile : 0;
+    const int in_blocks = is_multiplied_in_blocks(*tiles->weight) ? num_rows / kTile * kTile : 0;
     TileRef rest[2];
     for (int i = 0; i < count; i++) {
         rest[i] = tiles[i];
@@ -306,13 +330,13 @@ void amx_matmul(const TileRef* tiles, int count, const QuantizedRows& x, int64_t
         rest[i].acc += kTile * in_blocks;
         rest[i].prefetch = nullptr;
         if (i == 0) prefetch_first();
-        amx_matmul_groups(tiles[i], x, row0, in_blocks, scratch);
+        amx_matmul_blocks(tiles[i], x, row0, in_blocks, scratch);
     }
     if (in_blocks < num_rows) vector_matmul(rest, count, x, row0 + in_blocks, num_rows - in_blocks);
 }
 
 size_t amx_scratch_bytes(const Tiles& w) {
-    return is_multiplied_in_groups(w) ? static_cast<size_t>(w.num_groups) * kTile * kGroup : 0;
+    return is_multiplied_in_blocks(w) ? static_cast<size_t>(w.num_groups) * kTile * kGroup : 0;
 }
 
 }  // namespace

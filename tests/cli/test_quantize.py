@@ -70,6 +70,7 @@ def test_quantization_at_load_that_makes_weights_larger_is_a_warning(octavo, mod
     assert "WARNING" not in octavo(*words, f"--model={model}", "--quantization=int8").err
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_needs_no_option_and_keeps_its_sampling_values(octavo, tmp_path):
     ended = octavo("quantize", "smollm2", "-o", tmp_path / "made")

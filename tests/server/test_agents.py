@@ -63,7 +63,12 @@ def save_model(folder, template):
 def agents_server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     models = [f"{name}={save_model(folder / name, text)}" for name, text in TEMPLATES.items()]
-    server = LiveServer(*models, "--max-num-seqs=4", f"--max-model-len={CONTEXT_TOKENS}")
+    limits = (
+        "--max-num-seqs=4",
+        f"--max-model-len={CONTEXT_TOKENS}",
+        f'--override-generation-config={{"max_new_tokens": {MAX_TOKENS}}}',
+    )
+    server = LiveServer(*models, *limits)
     yield server
     assert server.stop() == 0
     assert not any("Traceback" in line for line in server.lines)
