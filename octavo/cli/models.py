@@ -22,8 +22,8 @@ WIDTH = 14
 SHORT_NAME_WIDTH = 17
 """Width of the column of short names; the longest has 15 characters."""
 
-FAMILY_WIDTH = 18
-"""Width of the column of families; the longest has 16 characters."""
+FAMILY_WIDTH = 20
+"""Width of the column of families; the longest has 18 characters."""
 
 
 def models(

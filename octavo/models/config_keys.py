@@ -37,8 +37,8 @@ TRAINING = _names("""
     output_router_logits pretraining_tp qa_dropout reorder_and_upcast_attn
     rescale_prenorm_residual resid_dropout resid_pdrop resid_prob_drop residual_dropout
     router_aux_loss_coef router_z_loss_coef seq_aux seq_classif_dropout
-    summary_activation summary_first_dropout summary_hidden_size summary_proj_to_labels
-    summary_type summary_use_proj upcast_attn use_aux_loss
+    summary_activation summary_first_dropout summary_hidden_size summary_last_dropout
+    summary_proj_to_labels summary_type summary_use_proj upcast_attn use_aux_loss
 """)
 """Training: dropout, initialization, losses, precision of individual matmuls, heads of other
 tasks.

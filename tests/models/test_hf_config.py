@@ -244,7 +244,7 @@ def config_of(family):
     """Returns the config.json of a tiny model of the family."""
     if family == "chatglm":
         return chatglm_config(tiny_model("glm").config)
-    if family in ENCODERS:
+    if family in (*ENCODERS, "new"):
         return encoder_config(family)
     return open_header(tiny_of(family).path).config
 

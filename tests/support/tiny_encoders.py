@@ -20,8 +20,9 @@ from tests.support.tiny_other_shapes import ENCODERS, SHAPE
 
 def encoder_config(family: str) -> dict[str, Any]:
     """Returns the config.json of an encoder that pools the mean."""
-    config = encoder(family).config.to_dict()
-    return config | {"architectures": ["Model"], "pooling": {"mode": "mean"}}
+    config = encoder("gte" if family == "new" else family).config.to_dict()
+    own = {"model_type": family, "architectures": ["Model"], "pooling": {"mode": "mean"}}
+    return config | own
 
 
 @cache
