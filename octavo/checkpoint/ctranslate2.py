@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import UnsupportedModel
+from octavo.checkpoint.writing.safetensors_file import NAMES, SafetensorsWriter, TensorSpec
 
 VERSION, SPEC = 6, "WhisperSpec"
 DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
@@ -49,12 +50,9 @@ def convert_whisper(source: Path, target: Path) -> None:
 
     Raises UnsupportedModel if the file is damaged or not a Whisper model.
     """
-    from safetensors.numpy import save_file
-
     variables = read_variables(source / "model.bin")
-    tensors = dict(_renamed(variables))
     target.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, target / "model.safetensors", {"format": "np"})
+    _write_tensors(target, dict(_renamed(variables)))
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     ids = {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
     config = json.loads((source / "config.json").read_text())
@@ -216,6 +214,13 @@ def _generation_config(config: dict[str, Any], ids: dict[str, int]) -> dict[str,
             else {}
         ),
     }
+
+
+def _write_tensors(folder: Path, tensors: Variables) -> None:
+    specs = [TensorSpec(name, NAMES[each.dtype], each.shape) for name, each in tensors.items()]
+    writer = SafetensorsWriter(folder, specs, keeps=False)
+    for name, each in tensors.items():
+        writer.write(name, each)
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
