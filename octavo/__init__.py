@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.api.pooling_outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
+        PoolingRequestOutput,
         ScoringRequestOutput,
     )
     from octavo.api.pooling_params import PoolingParams, TextPair
@@ -34,6 +35,7 @@ _HOMES = {
     "TextPair": "octavo.api.pooling_params",
     "ClassificationRequestOutput": "octavo.api.pooling_outputs",
     "EmbeddingRequestOutput": "octavo.api.pooling_outputs",
+    "PoolingRequestOutput": "octavo.api.pooling_outputs",
     "ScoringRequestOutput": "octavo.api.pooling_outputs",
     "SamplingParams": "octavo.api.sampling_params",
     "BeamSearchParams": "octavo.api.beam_search_params",
@@ -54,6 +56,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "PoolingParams",
+    "PoolingRequestOutput",
     "RepetitionDetection",
     "RequestOutput",
     "SamplingParams",

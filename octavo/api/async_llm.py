@@ -16,6 +16,7 @@ from octavo.api.outputs import RequestOutput
 from octavo.api.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     ScoringRequestOutput,
 )
 from octavo.api.pooling_params import PoolingParams, PoolingTask, RequestParams
@@ -184,6 +185,14 @@ class AsyncLLM:
     ) -> list[EmbeddingRequestOutput]:
         """Returns the embeddings of texts, in order."""
         return await self._jobs.pool(self.pooling_jobs.embedding(prompts, params))
+
+    async def encode(
+        self, prompts: Texts, params: PoolingParams | None = None
+    ) -> list[PoolingRequestOutput]:
+        """Returns what the model pools of texts, in order: an embedding, an embedding of each
+        token (late interaction), or probabilities.
+        """
+        return await self._jobs.pool(self.pooling_jobs.pooling(prompts, params))
 
     async def classify(
         self, prompts: PoolingPrompts, params: PoolingParams | None = None

@@ -23,6 +23,7 @@ from octavo.api.outputs import Profile, RequestOutput
 from octavo.api.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     ScoringRequestOutput,
 )
 from octavo.api.pooling_params import PoolingParams
@@ -128,6 +129,20 @@ class LLM:
         """
         params = get_pooling_params(pooling_params, truncate_prompt_tokens)
         return self._pool(self.frontend.pooling_jobs.embedding(prompts, params), use_tqdm=use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Returns what the model pools of texts, in order: an embedding, an embedding of each
+        token (late interaction), or probabilities.
+        """
+        params = get_pooling_params(pooling_params, truncate_prompt_tokens)
+        return self._pool(self.frontend.pooling_jobs.pooling(prompts, params), use_tqdm=use_tqdm)
 
     def classify(
         self,

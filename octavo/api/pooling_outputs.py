@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from operator import mul
 from sys import byteorder
+from typing import TypeAlias
 
 from octavo.api.outputs import RequestOutput
+
+TokenSimilarity: TypeAlias = Callable[[RequestOutput, RequestOutput, Set[int]], float]
+"""Similarity of a query and a document with an embedding of each token; takes the ids of the
+document's tokens to ignore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,19 @@ class ScoringRequestOutput:
         )
 
     @staticmethod
+    def of_tokens(
+        first: RequestOutput, second: RequestOutput, compare: TokenSimilarity, skipped: Set[int]
+    ) -> ScoringRequestOutput:
+        """Compares the token embeddings of a query and a document."""
+        failed = first.pooled is None or second.pooled is None
+        return ScoringRequestOutput(
+            f"{first.request_id}_{second.request_id}",
+            first.prompt_token_ids + second.prompt_token_ids,
+            ScoringOutput(math.nan if failed else compare(first, second, skipped)),
+            first.error or second.error,
+        )
+
+    @staticmethod
     def of_units(first: RequestOutput, second: RequestOutput) -> ScoringRequestOutput:
         """Compares two embeddings of unit length."""
         return ScoringRequestOutput(
@@ -112,6 +130,34 @@ class ScoringRequestOutput:
             first.prompt_token_ids + second.prompt_token_ids,
             ScoringOutput(dot(pooled_row(first), pooled_row(second))),
             first.error or second.error,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    data: list[float] | list[list[float]]
+    """The pooled row: an embedding or probabilities, or an embedding of each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """Pooled row of a text, or a row for each token; empty if the request failed (`error`)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    error: str | None = None
+
+    @staticmethod
+    def of(output: RequestOutput, *, keeps_tokens: bool) -> PoolingRequestOutput:
+        data: list[float] | list[list[float]] = pooled_row(output)
+        return PoolingRequestOutput(
+            output.request_id,
+            output.prompt,
+            output.prompt_token_ids,
+            PoolingOutput(token_rows(output) if keeps_tokens else data),
+            output.error,
         )
 
 
@@ -129,3 +175,10 @@ def pooled_row(output: RequestOutput) -> list[float]:
     if byteorder == "big":
         row.byteswap()
     return row.tolist()
+
+
+def token_rows(output: RequestOutput) -> list[list[float]]:
+    """Returns the pooled rows of a request's tokens; [] if it failed."""
+    flat = pooled_row(output)
+    width = len(flat) // max(len(output.prompt_token_ids), 1)
+    return [flat[start : start + width] for start in range(0, len(flat), width)] if width else []

@@ -19,7 +19,8 @@ from octavo.api.sampling_params import SamplingParams
 MODEL_LIMIT = -1
 """Value of `truncate_prompt_tokens`: truncate to the model's context length."""
 
-PoolingTask = Literal["embed", "classify"]
+PoolingTask = Literal["embed", "classify", "token_embed"]
+"""Task of a pooling model; "token_embed" returns an embedding of each token."""
 
 PoolingActivation = Literal["none", "sigmoid", "softmax"]
 """Function from classifier scores to probabilities; "none" keeps the scores."""
@@ -35,6 +36,14 @@ class TextPair:
     second: str
     max_second_tokens: int | None = None
     """Truncate the second text to this many tokens; None: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A text for a late-interaction model, which marks queries and documents by a token."""
+
+    text: str
+    is_query: bool
 
 
 class PairIds(NamedTuple):

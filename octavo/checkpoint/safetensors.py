@@ -32,7 +32,7 @@ from octavo.checkpoint.nested_config import with_text_config
 from octavo.checkpoint.pickled import PICKLE_INDEX, find_pickled_files, no_weights, read_pickled
 from octavo.checkpoint.placeholder import refuse_placeholder
 from octavo.checkpoint.ports import StoredTensor, TokenizerSource
-from octavo.checkpoint.sentence_modules import with_pooling
+from octavo.checkpoint.sentence_modules import dense_folders, with_colbert, with_pooling
 from octavo.checkpoint.tied_head import OWN_HEAD, has_own_head, other_names
 from octavo.quant.fp8 import FP8
 from octavo.quant.packed import PackedWeight
@@ -189,7 +189,11 @@ class SafetensorsCheckpoint:
         entries: dict[str, _Entry] = {}
         for file in self.weight_files:
             entries |= _read_file(file)
+        for place in dense_folders(self.config, path):
+            entries |= _read_module(place, place.relative_to(path).as_posix())
         self._buffers = {id(entry.buffer): entry.buffer for entry in entries.values()}
+        linear = entries.get("linear.weight")
+        self.config = with_colbert(self.config, linear.shape if linear else None)
         self._check_index(entries)
         entries = self._with_conversions(entries)
         with prefix_errors(path):
@@ -380,6 +384,15 @@ def _read_file(file: Path) -> dict[str, _Entry]:
     return {
         name: _Entry(file, data, dtype, shape, 0, len(data))
         for name, dtype, shape, data in read_pickled(file)
+    }
+
+
+def _read_module(folder: Path, name: str) -> dict[str, _Entry]:
+    """Returns the locations of the tensors of a module in a folder of its own, under its name."""
+    return {
+        f"{name}.{tensor}": entry
+        for file in _weight_files(folder)
+        for tensor, entry in _read_file(file).items()
     }
 
 

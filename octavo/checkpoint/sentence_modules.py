@@ -1,13 +1,14 @@
 """Pooling and scoring settings as saved by sentence-transformers.
 
-Reads modules.json, the folder of the pooling (usually 1_Pooling) or the score (1_LogitScore),
-sentence_bert_config.json and, for a cross-encoder's activation, config_sentence_transformers.json.
-`octavo/models` checks which poolings are supported. Source: `SentenceTransformer.save` and
-`Pooling` of sentence-transformers.
+Reads modules.json, the folder of the pooling (usually 1_Pooling) or the score (1_LogitScore), those
+of Dense modules, sentence_bert_config.json and, for a cross-encoder's activation,
+config_sentence_transformers.json. `octavo/models` checks which poolings are supported. Sources:
+`SentenceTransformer.save`, `Pooling` and `Dense` of sentence-transformers, `ColBERT` of PyLate.
 """
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -37,6 +38,15 @@ MODES = {
     "pooling_mode_lasttoken": "last",
 }
 
+DENSE = "Dense"
+"""Module that projects embeddings."""
+
+COLBERT = "HF_ColBERT"
+"""Architecture of checkpoints of the ColBERT package: an encoder, and `linear` on each token."""
+
+COLBERT_MARKERS = ("[unused0]", "[unused1]")
+"""Tokens that the ColBERT package inserts before queries and documents."""
+
 NEW_NAMES = {"lasttoken": "last"}
 """Values of `pooling_mode` with other names in `MODES`."""
 
@@ -47,8 +57,10 @@ def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     Its keys are `mode`, `normalize`, `do_lower_case`, `max_seq_length` if given, and `prompt` if
     there is a default prompt. A cross-encoder has `activation_fn`; one that compares token logits
     has `score_tokens`, the id of the scored token and, if any, the id whose logit is subtracted.
-    Combined or unsupported modes are described in words, such as "cls + mean" or "mean, then
-    Dense".
+    Dense modules after the pooling are `dense`. A late-interaction model has the mode "tokens",
+    `markers` (tokens before queries and before documents) and `skiplist` (tokens of documents that
+    scores ignore). Combined or unsupported modes are described in words, such as "cls + mean" or
+    "mean, then WordWeights".
     """
     settings = read_json_if_there(folder / SETTINGS)
     saved = settings.get("activation_fn")
@@ -62,20 +74,76 @@ def with_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if scores:
         tokens = {"mode": "last", "score_tokens": _score_tokens(scores[0] / "config.json")}
         return config | {"pooling": config.get("pooling", {}) | tokens | _limits(folder)}
+    if "Pooling" not in kinds and set(kinds[1:]) - {"Normalize"} == {DENSE}:
+        return config | {"pooling": _token_pooling(modules, settings, folder) | _limits(folder)}
     if "Pooling" not in kinds:
         return config
     index = kinds.index("Pooling")
     prompt = _default_prompt(settings, folder / SETTINGS)
     mode = _mode(modules[index][1] / "config.json", has_prompt=bool(prompt))
     before = [kind for kind in kinds[:index] if kind != "Transformer"]
-    behind = [kind for kind in kinds[index + 1 :] if kind != "Normalize"]
+    behind = [kind for kind in kinds[index + 1 :] if kind not in ("Normalize", DENSE)]
+    dense = [_dense(place, folder) for kind, place in modules if kind == DENSE]
+    if DENSE in before or "Normalize" in kinds[index + 1 : -1]:
+        behind.append(f"{DENSE} after other modules")
     pooling = {
         "mode": ", then ".join([*before, mode, *behind]),
         "normalize": "Normalize" in kinds[index + 1 :],
+        **({"dense": dense} if dense else {}),
         **({"prompt": prompt} if prompt else {}),
         **_limits(folder),
     }
     return config | {"pooling": pooling}
+
+
+def _token_pooling(
+    modules: list[tuple[str, Path]], settings: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Returns the settings of a late-interaction model, as PyLate saves it."""
+    markers = [settings.get(f"{role}_prefix") for role in ("query", "document")]
+    words = settings.get("skiplist_words")
+    return {
+        "mode": "tokens",
+        "normalize": True,
+        "dense": [_dense(place, folder) for kind, place in modules if kind == DENSE],
+        "markers": markers if all(isinstance(each, str) for each in markers) else [],
+        "skiplist": words if isinstance(words, list) else [],
+    }
+
+
+def with_colbert(config: dict[str, Any], shape: tuple[int, ...] | None) -> dict[str, Any]:
+    """Returns the config of a checkpoint of the ColBERT package with a `pooling` entry; other
+    configs are unchanged. `shape` is that of `linear.weight`.
+    """
+    if config.get("architectures") != [COLBERT] or shape is None or len(shape) != 2:
+        return config
+    dense = {"module": "linear", "width": shape[0], "bias": False, "activation": "Identity"}
+    return config | {
+        "pooling": {
+            "mode": "tokens",
+            "normalize": True,
+            "dense": [dense],
+            "markers": list(COLBERT_MARKERS),
+            "skiplist": list(string.punctuation),
+        }
+    }
+
+
+def _dense(place: Path, folder: Path) -> dict[str, Any]:
+    """Returns the settings of a Dense module: its module name, width, bias and activation."""
+    path = place / "config.json"
+    config = read_json(path)
+    width, bias = config.get("out_features"), config.get("bias", True)
+    if type(width) is not int or width < 1 or type(bias) is not bool:
+        raise WeightMismatch(
+            f"{path}: got out_features {shown(width)} and bias {shown(bias)}, expected an integer"
+            " of at least 1, and true or false"
+        )
+    if config.get("use_residual"):
+        raise WeightMismatch(f"{path}: use_residual is true, which is not supported")
+    activation = str(config.get("activation_function") or "torch.nn.Tanh").rpartition(".")[2]
+    module = f"{place.relative_to(folder).as_posix()}.linear"
+    return {"module": module, "width": width, "bias": bias, "activation": activation}
 
 
 def _default_prompt(settings: Mapping[str, Any], path: Path) -> str:
@@ -90,6 +158,12 @@ def _default_prompt(settings: Mapping[str, Any], path: Path) -> str:
             f"{path}: default_prompt_name is {shown(name)}, which is not in prompts"
         )
     return prompt
+
+
+def dense_folders(config: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Returns the folders of the Dense modules in a config's `pooling`."""
+    modules = config.get("pooling", {}).get("dense", ())
+    return [folder / each["module"].removesuffix(".linear") for each in modules]
 
 
 def module_folders(folder: Path) -> list[Path]:

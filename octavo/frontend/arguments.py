@@ -14,7 +14,7 @@ import msgspec
 
 from octavo.api.errors import InvalidRequest, shown
 from octavo.api.lora_request import LoRARequest
-from octavo.api.pooling_params import PoolingParams, TextPair
+from octavo.api.pooling_params import MarkedText, PoolingParams, TextPair
 from octavo.api.sampling_options import whole_number
 from octavo.api.sampling_params import SamplingParams
 
@@ -23,7 +23,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 "cache_salt".
 """
 
-PoolingPrompt: TypeAlias = Prompt | TextPair
+PoolingPrompt: TypeAlias = Prompt | TextPair | MarkedText
 """A prompt for pooling."""
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 from octavo.api.errors import InvalidRequest, RequestNotFound, Unavailable
 from octavo.api.lora_request import LoRARequest
 from octavo.api.outputs import RequestOutput
-from octavo.api.pooling_params import PoolingParams, PoolingTask, RequestParams, TextPair
+from octavo.api.pooling_params import (
+    MarkedText,
+    PoolingParams,
+    PoolingTask,
+    RequestParams,
+    TextPair,
+)
 from octavo.api.sampling_params import SamplingParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo, as_number, as_view
@@ -46,7 +52,11 @@ from octavo.text.ports import DEFAULT_RENDERING, Rendering, Tokenizer
 if TYPE_CHECKING:
     from octavo.frontend.kv_event_publisher import KVEventPublisher
 
-TASKS: Mapping[PoolingTask, str] = {"embed": "make embeddings", "classify": "classify texts"}
+TASKS: Mapping[PoolingTask, str] = {
+    "embed": "make embeddings",
+    "classify": "classify texts",
+    "token_embed": "make embeddings of tokens",
+}
 """Descriptions of the tasks for error messages."""
 
 
@@ -157,12 +167,12 @@ class Frontend:
         run it.
         """
         if isinstance(params, PoolingParams):
-            return self.get_pooling_inputs("embed", "classify").process(
+            return self.get_pooling_inputs("embed", "classify", "token_embed").process(
                 request_id, prompt, params, origin
             )
         if self.pooling is not None:
             self.check_generates()
-        if isinstance(prompt, TextPair):
+        if isinstance(prompt, TextPair | MarkedText):
             raise InvalidRequest(
                 "prompt: got a pair of texts, expected one text; pairs require a classifier",
                 param="prompt",

@@ -19,10 +19,13 @@ from octavo.api.outputs import RequestOutput
 from octavo.api.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     ScoringRequestOutput,
+    TokenSimilarity,
 )
 from octavo.api.pooling_params import (
     MODEL_LIMIT,
+    MarkedText,
     PoolingActivation,
     PoolingParams,
     PoolingTask,
@@ -62,6 +65,13 @@ class Pools:
     """Jinja template for pairs of texts if the tokenizer's chat template accepts none; "" if only
     such a chat template works; None if special tokens separate the texts.
     """
+    markers: tuple[str, ...] = ()
+    """Tokens that a late-interaction model inserts after the first token of queries and of
+    documents; () if there are none."""
+    skiplist: tuple[str, ...] = ()
+    """Tokens of documents that `compare` ignores."""
+    compare: TokenSimilarity | None = None
+    """Similarity of a query and a document; None if texts have one embedding each."""
     dimensions: Sequence[int] = ()
     """Widths to which an embedding may be truncated, according to the checkpoint."""
 
@@ -95,6 +105,8 @@ class PoolingInputs:
         params = self._resolved(params)
         if isinstance(prompt, TextPair):
             read = self._read_pair(prompt, self._limit(params))
+        elif isinstance(prompt, MarkedText):
+            read = self._read_marked(prompt, self._limit(params))
         else:
             read = self._read(prompt, self._limit(params))
         token_ids = read.token_ids
@@ -128,7 +140,7 @@ class PoolingInputs:
         """
         params = msgspec.structs.replace(params)
         pools = self.pools
-        embeds = pools.task == "embed"
+        embeds = pools.task != "classify"
         for name in ("activation",) if embeds else ("dimensions", "normalize"):
             if getattr(params, name) is not None:
                 what = "embedding models" if embeds else "classifiers"
@@ -187,6 +199,24 @@ class PoolingInputs:
         if limit is None or len(token_ids) <= limit:
             return TokenizedPrompt(token_ids, text)
         return TokenizedPrompt(self._cut(text, token_ids, limit), text)
+
+    def _read_marked(self, marked: MarkedText, limit: int | None) -> TokenizedPrompt:
+        """Returns the tokens of a query or a document, with its marker after the first token."""
+        if not self.pools.markers:
+            return self._read(marked.text, limit)
+        marker = self._find_tokens(self.pools.markers[0 if marked.is_query else 1])
+        limit = None if limit is None else limit - len(marker)
+        first, *others = self._read(marked.text, limit).token_ids
+        return TokenizedPrompt([first, *marker, *others], marked.text)
+
+    def find_skipped_ids(self) -> frozenset[int]:
+        """Returns the ids of the tokens of documents that scores ignore."""
+        return frozenset(self._find_tokens(*self.pools.skiplist))
+
+    def _find_tokens(self, *texts: str) -> list[int]:
+        """Returns the ids of tokens by their spelling, without unknown ones."""
+        tokenizer = need_tokenizer(self.inputs.tokenizer, "a text requires a tokenizer", "prompt")
+        return [token for text in texts if (token := tokenizer.find_token(text)) is not None]
 
     def _read_pair(self, pair: TextPair, limit: int | None) -> TokenizedPrompt:
         """Returns the tokens of two texts, truncated to the limit. Tokens of the longer text are
@@ -307,6 +337,22 @@ class PoolingJobs:
             lambda outputs: [EmbeddingRequestOutput.of(output) for output in outputs],
         )
 
+    def pooling(
+        self, prompts: Texts, params: PoolingParams | None = None
+    ) -> PoolingJob[PoolingRequestOutput]:
+        """Returns the job that pools each prompt as the model does: an embedding, an embedding of
+        each token, or probabilities.
+        """
+        task = self.pools("embed", "classify", "token_embed").pools.task
+        keeps_tokens = task == "token_embed"
+        return PoolingJob(
+            prompt_list(prompts),
+            get_pooling_params(params),
+            lambda outputs: [
+                PoolingRequestOutput.of(output, keeps_tokens=keeps_tokens) for output in outputs
+            ],
+        )
+
     def classification(
         self, prompts: PoolingPrompts, params: PoolingParams | None = None
     ) -> PoolingJob[ClassificationRequestOutput]:
@@ -328,21 +374,25 @@ class PoolingJobs:
     ) -> PoolingJob[ScoringRequestOutput]:
         """Returns the job that scores each text of `data_2` with the single text of `data_1`, or
         with the text at the same index. A classifier with one label reads the pair, with the second
-        text truncated to `max_second_tokens`; embeddings are compared by cosine similarity.
+        text truncated to `max_second_tokens`; embeddings are compared by cosine similarity, those
+        of tokens by the model's own similarity.
         """
-        pools = self.pools("classify", "embed").pools
+        inputs = self.pools("classify", "embed", "token_embed")
+        pools = inputs.pools
         params = get_pooling_params(params)
         _check_scores(pools)
         first, second = prompt_list(data_1, "data_1"), prompt_list(data_2, "data_2")
         _check_counts(len(first), len(second))
-        if pools.task == "embed":
+        if pools.task != "classify":
             if max_second_tokens is not None:
                 raise InvalidRequest(
                     f"max_second_tokens: got {max_second_tokens}, requires a cross-encoder; this"
                     f" model embeds each text separately",
                     param="max_second_tokens",
                 )
-            return _cosines(first, second, params)
+            if pools.compare is None:
+                return _cosines(first, second, params)
+            return _similarities(first, second, params, inputs)
         firsts = [_text(prompt, "data_1") for prompt in first] * (len(second) // len(first))
         seconds = [_text(prompt, "data_2") for prompt in second]
         return PoolingJob(
@@ -376,6 +426,25 @@ def _cosines(
     return PoolingJob([*first, *second], units, read)
 
 
+def _similarities(
+    first: list[Prompt], second: list[Prompt], params: PoolingParams, inputs: PoolingInputs
+) -> PoolingJob[ScoringRequestOutput]:
+    """Returns the job that embeds each text's tokens once and compares the embeddings."""
+    compare, skipped = inputs.pools.compare, inputs.find_skipped_ids()
+    assert compare is not None, "the model has token embeddings"
+
+    def read(outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
+        firsts = list(outputs[: len(first)]) * (len(second) // len(first))
+        pairs = zip(firsts, outputs[len(first) :], strict=True)
+        return [ScoringRequestOutput.of_tokens(*pair, compare, skipped) for pair in pairs]
+
+    queries: list[PoolingPrompt] = [
+        MarkedText(_text(prompt, "data_1"), is_query=True) for prompt in first
+    ]
+    documents = [MarkedText(_text(prompt, "data_2"), is_query=False) for prompt in second]
+    return PoolingJob([*queries, *documents], params, read)
+
+
 def _check_counts(num_first: int, num_second: int) -> None:
     if not num_second:
         raise InvalidRequest("data_2: got no text, expected at least one", param="data_2")
@@ -392,7 +461,8 @@ def _text(prompt: Prompt, name: str) -> str:
     text = prompt.get("prompt") if isinstance(prompt, Mapping) and len(prompt) == 1 else prompt
     if not isinstance(text, str):
         raise InvalidRequest(
-            f"{name}: got {shown(prompt)}, expected texts; the model is a cross-encoder",
+            f"{name}: got {shown(prompt)}, expected texts; the model reads queries and"
+            " documents as texts",
             param=name,
         )
     return text

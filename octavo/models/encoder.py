@@ -14,7 +14,8 @@ from typing import Protocol
 from octavo.api.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
 from octavo.models.matrix_rows import Rows, linear_part
-from octavo.models.pooling import is_classifier, num_labels, pooling_mode
+from octavo.models.pooled_row import embed_rows
+from octavo.models.pooling import is_classifier, num_labels
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation, PositionBuckets, RopeTable, T5Bias
 from octavo.program.program import CacheGroup, Program, Value
@@ -177,7 +178,7 @@ def build_encoder(
         x = norm(b.add(mlp(b, x, layer), x), names.mlp_norm)
     if is_classifier(config):
         return {"encoder": b.finish(pooled=classifier(b, x, num_labels(config)))}
-    return {"encoder": b.finish(pooled=b.pool_rows(x, pooling_mode(config)))}
+    return {"encoder": b.finish(pooled=embed_rows(b, x, config))}
 
 
 def embeddings(b: Builder, shape: EncoderShape, module: str, positions: Positions) -> Value:

@@ -6,7 +6,8 @@ from octavo.models.decoder import DecoderShape, LayerCache
 from octavo.models.encoder import base_prefix
 from octavo.models.hf_config import HfConfig
 from octavo.models.mlps import gated_mlp
-from octavo.models.pooling import is_classifier, num_labels, pooling_mode
+from octavo.models.pooled_row import embed_rows
+from octavo.models.pooling import is_classifier, num_labels
 from octavo.models.rope import rope_parameters
 from octavo.models.self_attention import SelfAttention
 from octavo.program.builder import Builder
@@ -40,7 +41,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     x = b.rms_norm(x, f"{prefix}norm", shape.norm_eps)
     if is_classifier(config):
         return {"encoder": b.finish(pooled=_classifier(b, x, config))}
-    return {"encoder": b.finish(pooled=b.pool_rows(x, pooling_mode(config)))}
+    return {"encoder": b.finish(pooled=embed_rows(b, x, config))}
 
 
 def _classifier(b: Builder, x: Value, config: HfConfig) -> Value:

@@ -7,7 +7,8 @@ from __future__ import annotations
 from octavo.models.encoder import EncoderShape, base_prefix
 from octavo.models.hf_config import HfConfig
 from octavo.models.matrix_rows import Rows, linear_part
-from octavo.models.pooling import PoolingMode, is_classifier, num_labels, pooling_mode
+from octavo.models.pooled_row import embed_rows
+from octavo.models.pooling import RowPooling, is_classifier, num_labels
 from octavo.models.rope import tables_by_layer_type
 from octavo.program.builder import Builder
 from octavo.program.ops import NearBias
@@ -78,7 +79,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         x = b.add(x, mlp(norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp"))
     x = norm(x, f"{prefix}final_norm")
     if not is_classifier(config):
-        return {"encoder": b.finish(pooled=b.pool_rows(x, pooling_mode(config)))}
+        return {"encoder": b.finish(pooled=embed_rows(b, x, config))}
     pooled = b.pool_rows(x, _classifier_pooling(config))
     dense_bias = config.flag("classifier_bias", False)
     dense = b.linear(pooled, "head.dense", hidden, bias=dense_bias)
@@ -86,6 +87,6 @@ def build(config: HfConfig) -> dict[str, Program]:
     return {"encoder": b.finish(pooled=b.linear(head, "classifier", num_labels(config), bias=True))}
 
 
-def _classifier_pooling(config: HfConfig) -> PoolingMode:
+def _classifier_pooling(config: HfConfig) -> RowPooling:
     config.refuse_unless("classifier_pooling", "cls", "mean")
     return "mean" if config.text("classifier_pooling", "cls") == "mean" else "cls"

@@ -1,15 +1,22 @@
-"""The end of a pooling decoder: one row per request, an embedding or a classifier's scores.
+"""The end of a pooling model: a row per request, or per token, of an embedding or of scores.
 
-A classifier has its own weights (`score`, as saved by transformers) or compares token logits.
+A decoder's classifier has its own weights (`score`, as saved by transformers) or compares token
+logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.models.pooling import PooledHead
+from octavo.api.errors import UnsupportedModel
+from octavo.models.hf_config import HfConfig
+from octavo.models.pooling import PooledHead, pooling_mode
 from octavo.program.builder import Builder
+from octavo.program.ops import Activation
 from octavo.program.program import Value
+
+DENSE_ACTIVATIONS: dict[str, Activation | None] = {"Identity": None, "Tanh": "tanh"}
+"""Activation of a Dense module by `torch.nn` class."""
 
 
 def pooled_row(
@@ -28,3 +35,22 @@ def pooled_row(
             score = b.add(score, b.scale(other, -1.0))
         return score
     return b.linear(row, "score", head.num_labels) if head.num_labels else row
+
+
+def embed_rows(b: Builder, x: Value, config: HfConfig) -> Value:
+    """Appends the pooling of an encoder's rows and the Dense modules after it; returns a row per
+    text, or per token.
+    """
+    mode = pooling_mode(config)
+    rows = x if mode == "tokens" else b.pool_rows(x, mode)
+    for dense in config.table("pooling").get("dense", ()):
+        activation = dense["activation"]
+        if activation not in DENSE_ACTIVATIONS:
+            raise UnsupportedModel(
+                f"{dense['module']}: the activation is {activation}, supported:"
+                f" {', '.join(DENSE_ACTIVATIONS)}"
+            )
+        rows = b.linear(rows, dense["module"], dense["width"], bias=dense["bias"])
+        named = DENSE_ACTIVATIONS[activation]
+        rows = rows if named is None else b.act(rows, named)
+    return rows

@@ -14,7 +14,12 @@ from octavo.api.errors import UnsupportedModel
 from octavo.api.pooling_params import PoolingActivation
 from octavo.models.hf_config import HfConfig
 
-PoolingMode = Literal["cls", "mean", "last"]
+RowPooling = Literal["cls", "mean", "last"]
+"""Poolings of a text to a row."""
+
+PoolingMode = Literal["cls", "mean", "last", "tokens"]
+"""Poolings; "tokens" keeps a row for each token, for late interaction."""
+
 
 BY_PROBLEM: dict[str, PoolingActivation] = {
     "regression": "none",
@@ -49,7 +54,7 @@ template. Source: the model card of Qwen3-Reranker."""
 class PooledHead:
     """The head of a pooling decoder."""
 
-    mode: PoolingMode
+    mode: RowPooling
     num_labels: int = 0
     """Number of labels of a classifier; 0: embedding."""
     tokens: tuple[int, ...] = ()
@@ -65,7 +70,12 @@ def pooled_head(config: HfConfig) -> PooledHead | None:
         return PooledHead("last", num_labels(config), score_tokens(config))
     if config.table("pooling").get("mode") is None:
         return None
-    return PooledHead(pooling_mode(config))
+    mode = pooling_mode(config)
+    if mode == "tokens" or config.table("pooling").get("dense"):
+        raise UnsupportedModel(
+            f"{config.model_type}: Dense modules are supported after encoders, not decoders"
+        )
+    return PooledHead(mode)
 
 
 def is_classifier(config: HfConfig) -> bool:

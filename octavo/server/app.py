@@ -48,7 +48,7 @@ from octavo.server.routes import (
     requests,
     tokenize,
 )
-from octavo.server.scoring import classify, rerank, score
+from octavo.server.scoring import classify, pooling_route, rerank, score
 from octavo.server.settings import ServerSettings
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.jobs import Jobs
@@ -70,6 +70,7 @@ ROUTES = (
     chat,
     embeddings,
     classify,
+    pooling_route,
     score,
     rerank,
     messages,

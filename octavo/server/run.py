@@ -23,6 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.api.errors import ConfigError, OctavoError
+from octavo.api.pooling_params import PoolingTask
 from octavo.engine.protocol.stats import EngineStats
 from octavo.server.app import create_app
 from octavo.server.background_jobs import BackgroundJobs
@@ -39,6 +40,13 @@ from octavo.server.state.model_spec import ModelSpec
 from octavo.server.state.pulled_models import PulledModels
 from octavo.server.state.slot import EngineSlot
 from octavo.server.state.store import Store, StoreLimits, open_store
+
+PATHS_TO_TRY: Mapping[PoolingTask, str] = {
+    "embed": "/v1/embeddings",
+    "classify": "/classify",
+    "token_embed": "/pooling",
+}
+"""Path of an example request for a pooling model."""
 
 LAST_WORDS_S = 2.0
 """Seconds for sending the errors of aborted requests at shutdown."""
@@ -284,7 +292,7 @@ def _request_to_try(slot: EngineSlot) -> tuple[str, dict[str, Any]]:
     pools = None if slot.loaded is None else slot.loaded.pools
     if pools is not None:
         text = "Light bends in glass." if has_text else [1, 2, 3]
-        return "/v1/embeddings" if pools == "embed" else "/classify", {"input": text}
+        return PATHS_TO_TRY[pools], {"input": text}
     if not has_text:
         return "/v1/completions", {"prompt": [1, 2, 3]}
     question = {"role": "user", "content": "Name the capital of France."}

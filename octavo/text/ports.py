@@ -171,6 +171,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
+    def find_token(self, text: str) -> int | None:
+        """Returns the id of the token with this spelling; None if there is none."""
+        ...
+
     def token_text(self, token_id: int) -> str:
         """Returns a readable form of a token, as in logprobs."""
         ...

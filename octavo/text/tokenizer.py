@@ -147,6 +147,9 @@ class TextTokenizer:
     def fewest_tokens(self, text: str) -> int:
         return self._length_bound.fewest_tokens(text)
 
+    def find_token(self, text: str) -> int | None:
+        return self._tokenizer.token_to_id(text)
+
     def token_text(self, token_id: int) -> str:
         """Returns a readable form of a token; incomplete characters as byte values."""
         return format_token(self._bytes[token_id])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from octavo.api.errors import UnsupportedModel
+from octavo.api.outputs import RequestOutput
 from octavo.frontend.pooling import Pools
 from octavo.models.hf_config import HfConfig
 from octavo.models.pooling import get_activation, get_labels, get_pair_template, is_classifier
@@ -32,6 +35,14 @@ def get_pools(config: Mapping[str, Any], program: Program) -> Pools:
         ),
         dimensions=_dimensions(hf, width),
     )
+    if program.outputs["pooled"].axis == "tokens":
+        return replace(
+            rows,
+            task="token_embed",
+            markers=tuple(pooling.get("markers", ())),
+            skiplist=tuple(pooling.get("skiplist", ())),
+            compare=max_similarity,
+        )
     if not is_classifier(hf):
         return rows
     return replace(
@@ -43,6 +54,19 @@ def get_pools(config: Mapping[str, Any], program: Program) -> Pools:
         pair_template=get_pair_template(hf),
         dimensions=(),
     )
+
+
+def max_similarity(query: RequestOutput, document: RequestOutput, skipped: Set[int]) -> float:
+    """Returns the sum over a query's tokens of the largest dot product with a document's token,
+    without the `skipped` ids (MaxSim, Khattab and Zaharia 2020).
+    """
+    rows, others = (
+        np.frombuffer(output.pooled or b"", "<f4").reshape(len(output.prompt_token_ids), -1)
+        for output in (query, document)
+    )
+    kept = [token not in skipped for token in document.prompt_token_ids]
+    others = others[kept] if any(kept) else others
+    return float((rows @ others.T).max(axis=1).sum())
 
 
 def _dimensions(config: HfConfig, width: int) -> Sequence[int]:

@@ -220,8 +220,13 @@ class LoadedModel:
             before = None if self.link is None else self.link.before
             in_one_part = self.config.fleet.num_expert_engines > 1
             return ModelRunner(runnable, kv, self.rows, media, before, in_one_part=in_one_part)
-        num_axes = num_position_axes(program)
-        return PoolingRunner(runnable, kv, self.rows, num_position_axes=num_axes)
+        return PoolingRunner(
+            runnable,
+            kv,
+            self.rows,
+            num_position_axes=num_position_axes(program),
+            keeps_tokens=program.outputs["pooled"].axis == "tokens",
+        )
 
     def _kv_memory(
         self, num_blocks: Sequence[int], report: Report

@@ -1,12 +1,12 @@
 """Turns a step's scheduled rows into one ModelInput, runs a pooling Program over it, and returns
-each row's pooled row.
+each row's pooled row, or one for each of its tokens.
 
 Works on rows and arrays; the scheduler owns queues and block allocation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,19 @@ class PoolingRunner(ProgramRunner):
     """Runs steps of one pooling Program, using the KV of the requests that have a row."""
 
     def __init__(
-        self, runnable: Runnable, kv: KvCache, rows: InputBatch, *, num_position_axes: int = 1
+        self,
+        runnable: Runnable,
+        kv: KvCache,
+        rows: InputBatch,
+        *,
+        num_position_axes: int = 1,
+        keeps_tokens: bool = False,
     ) -> None:
         """`num_position_axes`: number of position axes that the Program reads; the second one
-        contains segments.
+        contains segments. `keeps_tokens`: whether the Program returns a row per token.
         """
         super().__init__(runnable, kv, rows)
+        self._keeps_tokens = keeps_tokens
         self._num_position_axes = num_position_axes
 
     def prepare(
@@ -50,13 +57,13 @@ class PoolingRunner(ProgramRunner):
         return [model_input]
 
     def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:
+        pooled: Iterable[NDArray] = output.arrays["pooled"]
+        if self._keeps_tokens:
+            pooled = np.split(output.arrays["pooled"], model_input.query_starts[1:-1])
         return [
-            self._result(scheduled, self._rows.pooling[row], pooled)
-            for scheduled, row, pooled in zip(
-                model_input.scheduled,
-                model_input.rows.tolist(),
-                output.arrays["pooled"],
-                strict=True,
+            self._result(scheduled, self._rows.pooling[row], each)
+            for scheduled, row, each in zip(
+                model_input.scheduled, model_input.rows.tolist(), pooled, strict=True
             )
         ]
 
@@ -74,13 +81,15 @@ class PoolingRunner(ProgramRunner):
 
 
 def finished(pooled: NDArray, params: PoolingParams) -> NDArray[np.float64]:
-    """Returns a pooled row `[W]` truncated, activated and normalized according to its params."""
-    row = pooled[: params.dimensions].astype(np.float64)
+    """Returns a pooled row `[W]`, or rows `[T, W]`, truncated, activated and normalized according
+    to the params.
+    """
+    row = pooled[..., : params.dimensions].astype(np.float64)
     if params.activation == "sigmoid":
         row = 0.5 * (1 + np.tanh(0.5 * row))  # never overflows
     elif params.activation == "softmax":
-        row = np.exp(row - row.max())
-        row /= row.sum()
+        row = np.exp(row - row.max(axis=-1, keepdims=True))
+        row /= row.sum(axis=-1, keepdims=True)
     if params.normalize:
-        row = row / max(float(np.linalg.norm(row)), MIN_LENGTH)
+        row = row / np.maximum(np.linalg.norm(row, axis=-1, keepdims=True), MIN_LENGTH)
     return row

@@ -247,6 +247,7 @@ def test_exported_names():
         "EmbeddingRequestOutput",
         "Logprob",
         "PoolingParams",
+        "PoolingRequestOutput",
         "RepetitionDetection",
         "RequestOutput",
         "SamplingParams",

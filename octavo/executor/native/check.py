@@ -36,7 +36,7 @@ AXES = ("tokens", "samples", "requests")
 
 OUTPUTS = {
     "logits": ("samples",),
-    "pooled": ("requests",),
+    "pooled": ("requests", "tokens"),
     "encoded": ("requests",),
     "rows": ("samples", "requests"),
     "hidden": ("tokens",),

@@ -20,7 +20,7 @@ from octavo.server.fields import describe_fields
 from octavo.server.http.body import Body
 from octavo.server.openai import chat, completions, embeddings
 from octavo.server.openai.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody
-from octavo.server.scoring import classify, rerank, score
+from octavo.server.scoring import classify, pooling_route, rerank, score
 from octavo.server.scoring.bodies import ClassifyBody, CohereRerankBody, RerankBody, ScoreBody
 from octavo.server.state.served_model import ServedModel
 from octavo.server.state.service import Service, get_service
@@ -29,14 +29,16 @@ BODIES: dict[str, type[Body]] = {
     chat.PATH: ChatBody,
     completions.PATH: CompletionBody,
 }
-SCORING_BODIES: dict[str, type[Body]] = {
+SHARED_BODIES: dict[str, type[Body]] = {
+    pooling_route.PATH: pooling_route.PoolBody,
     score.PATH: ScoreBody,
     rerank.PATH: RerankBody,
     rerank.COHERE_PATH: CohereRerankBody,
 }
 POOLING_BODIES: Mapping[PoolingTask, dict[str, type[Body]]] = {
-    "embed": {embeddings.PATH: embeddings.EmbeddingBody} | SCORING_BODIES,
-    "classify": {classify.PATH: ClassifyBody} | SCORING_BODIES,
+    "embed": {embeddings.PATH: embeddings.EmbeddingBody} | SHARED_BODIES,
+    "classify": {classify.PATH: ClassifyBody} | SHARED_BODIES,
+    "token_embed": SHARED_BODIES,
 }
 COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 LONGEST_ANSWER = ("max_tokens", "max_completion_tokens")

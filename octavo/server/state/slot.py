@@ -24,7 +24,11 @@ from octavo.wiring.model_outline import ModelOutline
 
 SlotState = Literal["unloaded", "loading", "ready", "draining", "failed"]
 
-CAPABILITIES: Mapping[PoolingTask, str] = {"embed": "embeddings", "classify": "classify"}
+CAPABILITIES: Mapping[PoolingTask, str] = {
+    "embed": "embeddings",
+    "classify": "classify",
+    "token_embed": "token_embeddings",
+}
 """Capability of a pooling model in its card."""
 
 
