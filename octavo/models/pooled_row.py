@@ -42,7 +42,7 @@ def embed_rows(b: Builder, x: Value, config: HfConfig) -> Value:
     text, or per token.
     """
     mode = pooling_mode(config)
-    rows = x if mode == "tokens" else b.pool_rows(x, mode)
+    rows = b.gather_rows(x) if mode == "tokens" else b.pool_rows(x, mode)
     for dense in config.table("pooling").get("dense", ()):
         activation = dense["activation"]
         if activation not in DENSE_ACTIVATIONS:

@@ -35,7 +35,7 @@ def get_pools(config: Mapping[str, Any], program: Program) -> Pools:
         ),
         dimensions=_dimensions(hf, width),
     )
-    if program.outputs["pooled"].axis == "tokens":
+    if program.outputs["pooled"].axis == "samples":
         return replace(
             rows,
             task="token_embed",

@@ -225,7 +225,7 @@ class LoadedModel:
             kv,
             self.rows,
             num_position_axes=num_position_axes(program),
-            keeps_tokens=program.outputs["pooled"].axis == "tokens",
+            keeps_tokens=program.outputs["pooled"].axis == "samples",
         )
 
     def _kv_memory(

@@ -48,6 +48,8 @@ class PoolingRunner(ProgramRunner):
         """Gathers the arrays of a step; changes no row."""
         model_input = gather_scheduled(self._rows, scheduled)
         model_input.runner = self
+        if self._keeps_tokens:
+            model_input.sample_rows = np.arange(len(model_input.token_ids), dtype=np.int32)
         if self._num_position_axes > 1:
             # The second axis counts segments: 1 for tokens of the second text of a pair.
             counts = np.diff(model_input.query_starts)

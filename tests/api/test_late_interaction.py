@@ -95,7 +95,7 @@ def test_scores_are_sums_of_largest_products(tmp_path: Path) -> None:
 
     skipped = {tokenizer.token_to_id(word) for word in ",!"}
     wanted = [max_sim(marked(QUERY, "q"), marked(text, "d"), skipped) for text in DOCUMENTS]
-    server = LiveServer(f"colbert={path}")
+    server = LiveServer(f"colbert={path}", "--max-model-len=400")
     with server.http() as http:
         scored = http.post("/score", json={"text_1": QUERY, "text_2": DOCUMENTS}).json()["data"]
         np.testing.assert_allclose([each["score"] for each in scored], wanted, atol=1e-4)

@@ -67,9 +67,26 @@ def test_modes(tmp_path: Path, pooling: dict[str, Any], mode: str) -> None:
 
 
 def test_modules_behind_the_pooling_are_spelled_out(tmp_path: Path) -> None:
-    """A Dense module changes the mode's name, so no family takes it for plain pooling."""
-    found = open_header(save(tmp_path, MINILM, "Dense", "Normalize")).config["pooling"]
-    assert found["mode"] == "mean, then Dense" and found["normalize"]
+    """An unknown module changes the mode's name, so no family takes it for plain pooling."""
+    found = open_header(save(tmp_path, MINILM, "LSTM", "Normalize")).config["pooling"]
+    assert found["mode"] == "mean, then LSTM" and found["normalize"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"out_features": 0}, "got out_features 0 and bias True, expected an integer of at least"),
+        ({"out_features": 8, "use_residual": True}, "use_residual is true, which is not supported"),
+    ],
+)
+def test_bad_dense_modules_are_rejected(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    folder = save(tmp_path, MINILM, "Dense", "Normalize")
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightMismatch, match=message):
+        open_header(folder)
 
 
 def test_without_modules_nothing_is_guessed(tmp_path: Path) -> None:

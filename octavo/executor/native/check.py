@@ -36,7 +36,7 @@ AXES = ("tokens", "samples", "requests")
 
 OUTPUTS = {
     "logits": ("samples",),
-    "pooled": ("requests", "tokens"),
+    "pooled": ("requests", "samples"),
     "encoded": ("requests",),
     "rows": ("samples", "requests"),
     "hidden": ("tokens",),
