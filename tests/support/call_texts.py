@@ -20,6 +20,7 @@ from octavo.text.grammar.compiler import GrammarCompiler, TokenMatcher
 from octavo.text.parsers.bodies import KeyValues
 from octavo.text.parsers.calls import FunctionTypes
 from octavo.text.parsers.formats import HARMONY, NAME_HERE, ChannelFormat, ToolFormat
+from octavo.text.parsers.gemma import GemmaCalls
 from octavo.text.parsers.pythonic import PythonCalls
 from octavo.text.ports import Tokenizer
 from octavo.text.tokenizer import load_tokenizer
@@ -59,6 +60,8 @@ def call_text(
         )
     elif isinstance(body, PythonCalls):
         written = ", ".join(_keyword(key, value) for key, value in arguments.items())
+    elif isinstance(body, GemmaCalls):
+        written = ",".join(_bare(key, value) for key, value in arguments.items())
     else:
         written = json.dumps(arguments, ensure_ascii=False)
     return begin.replace(NAME_HERE, name) + written + end
@@ -87,6 +90,11 @@ def _keyword(key: str, value: Any) -> str:
     if key.isidentifier():
         return f"{key}={written}"
     return f"**{{{json.dumps(key, ensure_ascii=False)}: {written}}}"
+
+
+def _bare(key: str, value: Any) -> str:
+    name = key if key.isidentifier() else json.dumps(key, ensure_ascii=False)
+    return f"{name}:{json.dumps(value, ensure_ascii=False)}"
 
 
 def legal(matcher: TokenMatcher) -> list[int]:

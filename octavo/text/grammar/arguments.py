@@ -33,6 +33,7 @@ EMPTY = literal("")
 TEXT_ONLY = frozenset({"string"})
 PLAIN_NAME = r'/[^"\\\x00-\x1f\x7f]*/'
 """Matches names that can be quoted without escapes."""
+QUOTED_KEY, QUOTED_KEY_END = literal('"'), literal('":')
 QUOTED_FRONT, QUOTED_BACK = literal('**{"'), literal('": ')
 WORDS = {"None": None, "True": True, "False": False}
 """Python constants that models write instead of JSON constants."""
@@ -254,6 +255,32 @@ class PairLayout:
             inline = _json(ArgumentValue(value.root, schema, value.types), INLINE)
             lines.append(f"{rule}_json: %json {inline}")
         return f"({' | '.join(options)})", lines
+
+
+# -- bare keys
+
+
+@dataclass(frozen=True, slots=True)
+class BareKeys:
+    """An object in braces with bare keys and JSON values; keys that are not identifiers are quoted
+    (Gemma 4).
+    """
+
+    separator: str = ","
+
+    def named(self, rule: str, name: str, value: ArgumentValue) -> list[str]:
+        key = name if name.isidentifier() else json.dumps(name, ensure_ascii=False)
+        lines = [f"{rule}_json: %json {_json(value, INLINE)}"]
+        return [f"{rule}: {literal(f'{key}:')} {rule}_json", *lines]
+
+    def unnamed(self, rule: str, names: str, value: ArgumentValue) -> list[str]:
+        key, more = rule.upper(), f" & {names}" if names else ""
+        return [
+            f"{rule}: ({key} | {key}_QUOTED) {rule}_json",
+            f'{key}: (/[A-Za-z_][0-9A-Za-z_]*/{more}) ":"',
+            f"{key}_QUOTED: {QUOTED_KEY} ({PLAIN_NAME}{more}) {QUOTED_KEY_END}",
+            f"{rule}_json: %json {_json(value, INLINE)}",
+        ]
 
 
 # -- Python's keyword arguments --------------------------------------------------------------------

@@ -13,6 +13,7 @@ from octavo.api.structured_outputs import MessageFrame
 from octavo.text.grammar.arguments import PairLayout
 from octavo.text.parsers.bodies import JsonCalls, JsonOr, KeyValues, NamedJson
 from octavo.text.parsers.calls import CallBody
+from octavo.text.parsers.gemma import GemmaCalls
 from octavo.text.parsers.pythonic import PythonCalls
 
 NAME_HERE = "{name}"
@@ -49,6 +50,7 @@ class ToolFormat:
     call_end: str = ""
     found_by: Sequence[Sequence[str]] = ()
     """Sets of texts; a chat template that contains all texts of one set uses this format."""
+    aliases: Sequence[str] = ()
     id_length: int = 0
     """Length of call ids in letters and digits if the template checks it; 0: any."""
 
@@ -80,10 +82,12 @@ class ReasoningFormat:
     """Markers around the content that are not part of it."""
     found_by: Sequence[Sequence[str]] = ()
     aliases: Sequence[str] = ()
+    tags: Sequence[str] = ()
+    """Special tokens within the markers."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return (self.opening, self.closing, *self.dropped)
+        return (self.opening, self.closing, *self.dropped, *self.tags)
 
 
 CHANNELS = MessageFrame(
@@ -165,6 +169,7 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         written=("<tool_call>{name}\n", "</tool_call>"),
         begin=["<tool_call>"],
         found_by=[["<tool_call>", "<arg_key>"]],
+        aliases=("glm47",),
     ),
     ToolFormat(
         "seed_oss",
@@ -176,13 +181,41 @@ TOOL_FORMATS: Sequence[ToolFormat | ChannelFormat] = (
         found_by=[["<seed:tool_call>"]],
     ),
     ToolFormat(
+        "hunyuan_a13b",
+        "Hunyuan",
+        JsonCalls(),
+        written=('<tool_calls>[{"name": "{name}", "arguments": ', "}]</tool_calls>"),
+        begin=["<tool_calls>"],
+        end=["</tool_calls>"],
+        found_by=[["<tool_calls>"]],
+    ),
+    ToolFormat(
+        "gemma4",
+        "Gemma 4",
+        GemmaCalls(),
+        written=("<|tool_call>call:{name}{", "}<tool_call|>"),
+        begin=["<|tool_call>"],
+        end=["<tool_call|>"],
+        found_by=[["<|tool_call>"]],
+    ),
+    ToolFormat(
+        "lfm2",
+        "LFM2",
+        PythonCalls(openings=()),
+        written=("<|tool_call_start|>[{name}(", ")]<|tool_call_end|>"),
+        begin=["<|tool_call_start|>"],
+        end=["<|tool_call_end|>"],
+        found_by=[["<|tool_call_start|>"], ["<|tool_list_start|>"]],
+    ),
+    ToolFormat(
         "hermes",
-        "Qwen2.5, Qwen3, Hermes 2 and 3, SmolLM3",
+        "Qwen2.5, Qwen3, Hermes 2 and 3, SmolLM3, ERNIE 4.5",
         JsonCalls(),
         written=('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
         begin=["<tool_call>"],
         end=["</tool_call>"],
         found_by=[["<tool_call>"]],
+        aliases=("ernie45",),
     ),
     ToolFormat(
         "deepseek_v31",
@@ -351,6 +384,30 @@ REASONING_FORMATS: Sequence[ReasoningFormat | ChannelFormat] = (
         found_by=[["<|START_THINKING|>"]],
     ),
     ReasoningFormat(
+        "gemma4",
+        "Gemma 4",
+        "<|channel>thought\n",
+        "<channel|>",
+        found_by=[["<|channel>", "<channel|>"]],
+        tags=["<|channel>"],
+    ),
+    ReasoningFormat(
+        "hunyuan_a13b",
+        "Hunyuan",
+        "<think>",
+        "</think>",
+        dropped=["<answer>", "</answer>"],
+        found_by=[["</think>", "<answer>"]],
+    ),
+    ReasoningFormat(
+        "ernie45",
+        "ERNIE 4.5",
+        "<think>",
+        "</think>",
+        dropped=["<response>", "</response>"],
+        found_by=[["</think>", "<response>"]],
+    ),
+    ReasoningFormat(
         "deepseek_r1",
         "DeepSeek-R1 and V3.1, Qwen3, QwQ, GLM-4.5, SmolLM3, MiniMax-M2, Kimi K2, OLMo 3",
         "<think>",
@@ -375,7 +432,7 @@ def find_reasoning_format(template: str | None) -> ReasoningFormat | ChannelForm
 
 
 def named_tool_format(name: str) -> ToolFormat | ChannelFormat | None:
-    return next((row for row in TOOL_FORMATS if row.name == name), None)
+    return next((row for row in TOOL_FORMATS if name in (row.name, *row.aliases)), None)
 
 
 def named_reasoning_format(name: str) -> ReasoningFormat | ChannelFormat | None:

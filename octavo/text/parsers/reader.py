@@ -79,8 +79,13 @@ class MessageReader:
             yield from self._content_and_calls(form.tools, dropped)
             return
         while dropped and (yield from self._source.until(dropped, self._emit_content)):
-            pass
+            yield from self._skip_space()
         yield from self._rest()
+
+    def _skip_space(self) -> Steps[None]:
+        """Drops the whitespace around a marker."""
+        self._space = ""
+        yield from self._source.skip_space()
 
     def _rest(self) -> Steps[None]:
         """Emits the remaining text as content."""
@@ -116,7 +121,9 @@ class MessageReader:
             yield from self._unmarked(tools)
         marks = [*tools.begin, *dropped]
         while marks and (mark := (yield from self._source.until(marks, self._emit_content))):
-            if mark not in dropped:
+            if mark in dropped:
+                yield from self._skip_space()
+            else:
                 yield from self._section(tools, mark)
         yield from self._rest()
 

@@ -137,6 +137,83 @@ RECORDED = [
         calls=(("look_up", {"city": "Oslo", "days": 3}),),
     ),
     Recorded(
+        "glm45, of GLM-4.7",
+        "<think>Where?</think><tool_call>look_up<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
+        "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
+        "glm47",
+        "glm45",
+        thought="Where?",
+        calls=(("look_up", {"city": "Oslo", "days": 3}),),
+    ),
+    Recorded(
+        "gemma4",
+        '<|channel>thought\nI look.\n<channel|>Hm.<|tool_call>call:look_up{city:<|"|>Oslo "\u2600"'
+        ', {x}<|"|>,days:3,tags:[<|"|>a<|"|>,<|"|><|"|>],note:null}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        "gemma4",
+        "gemma4",
+        content="Hm.",
+        thought="I look.",
+        calls=(
+            (
+                "look_up",
+                {"city": 'Oslo "\u2600", {x}', "days": 3, "tags": ["a", ""], "note": None},
+            ),
+            ("now", {}),
+        ),
+    ),
+    Recorded(
+        "gemma4, nested values and JSON's strings",
+        '<|tool_call>call:look_up{city:"a \\"b\\"", <|"|>a key<|"|>: {b:[true,{c:-1.5}],d:{}},'
+        "tags:[],word:two words}<tool_call|>",
+        "gemma4",
+        calls=(
+            (
+                "look_up",
+                {
+                    "city": 'a "b"',
+                    "a key": {"b": [True, {"c": -1.5}], "d": {}},
+                    "tags": [],
+                    "word": "two words",
+                },
+            ),
+        ),
+    ),
+    Recorded(
+        "gemma4, an answer without thoughts",
+        "<|channel>thought\n<channel|>Rain.",
+        None,
+        "gemma4",
+        content="Rain.",
+    ),
+    Recorded(
+        "lfm2",
+        "<|tool_call_start|>[look_up(city='Oslo', days=3), now()]<|tool_call_end|>Wait.",
+        "lfm2",
+        content="Wait.",
+        calls=(("look_up", {"city": "Oslo", "days": 3}), ("now", {})),
+    ),
+    Recorded(
+        "hunyuan_a13b",
+        "<think>\nWhere?\n</think>\n<answer>\nI look.\n"
+        f'<tool_calls>[{{"name": "look_up", "arguments": {text(OSLO)}}}, '
+        '{"name": "now", "arguments": {}}]</tool_calls>\n</answer>',
+        "hunyuan_a13b",
+        "hunyuan_a13b",
+        content="I look.",
+        thought="Where?",
+        calls=(("look_up", OSLO), ("now", {})),
+    ),
+    Recorded(
+        "ernie45",
+        "Where?\n</think>\n\n<response>\nIn Oslo.\n</response>\n",
+        "ernie45",
+        "ernie45",
+        content="In Oslo.",
+        thought="Where?",
+        is_open=True,
+    ),
+    Recorded(
         "minimax_m2",
         '<minimax:tool_call>\n<invoke name="look_up">\n<parameter name="city">Oslo</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
