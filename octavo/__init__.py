@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from octavo.api.repetition_detection import RepetitionDetection
     from octavo.api.sampling_params import SamplingParams
     from octavo.api.structured_outputs import StructuredOutputs
+    from octavo.api.transcription import VoiceActivity
 
 _HOMES = {
     "LLM": "octavo.api.llm",
@@ -33,6 +34,7 @@ _HOMES = {
     "LoRARequest": "octavo.api.lora_request",
     "PoolingParams": "octavo.api.pooling_params",
     "TextPair": "octavo.api.pooling_params",
+    "VoiceActivity": "octavo.api.transcription",
     "ClassificationRequestOutput": "octavo.api.pooling_outputs",
     "EmbeddingRequestOutput": "octavo.api.pooling_outputs",
     "PoolingRequestOutput": "octavo.api.pooling_outputs",
@@ -63,6 +65,7 @@ __all__ = [
     "ScoringRequestOutput",
     "StructuredOutputs",
     "TextPair",
+    "VoiceActivity",
     "__version__",
 ]
 

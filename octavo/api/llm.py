@@ -28,7 +28,7 @@ from octavo.api.pooling_outputs import (
 )
 from octavo.api.pooling_params import PoolingParams
 from octavo.api.sampling_params import SamplingParams
-from octavo.api.transcription import Transcription
+from octavo.api.transcription import Transcription, VoiceActivity
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.protocol.ports import Profiler
@@ -185,6 +185,7 @@ class LLM:
         timestamps: bool | None = False,
         prompt: str | None = None,
         seed: int | None = None,
+        chunking: VoiceActivity | None = None,
         use_tqdm: bool = True,
     ) -> list[Transcription]:
         """Transcribes audio files (WAV, FLAC, OGG, MP3), given as bytes or paths, in order.
@@ -193,11 +194,17 @@ class LLM:
         "translate" translates to English. With `timestamps` segments have the timestamps that the
         model predicts, and each window begins where the last segment ended; otherwise each segment
         is a window of 30 seconds. `prompt` is preceding text; the transcript continues its spelling
-        and style.
+        and style. `chunking` detects speech: silence is skipped, and windows end in pauses.
         """
         transcriptions = self.frontend.get_transcriptions()
         options_given = SpeechOptions(
-            language, task, temperature, timestamps=timestamps, prompt=prompt, seed=seed
+            language,
+            task,
+            temperature,
+            timestamps=timestamps,
+            prompt=prompt,
+            seed=seed,
+            chunking=chunking,
         )
         options = transcriptions.checked(options_given)
         files = [sounds] if isinstance(sounds, bytes | str | Path) else list(sounds)

@@ -1,8 +1,12 @@
-"""Transcripts of audio, and their subtitle formats."""
+"""Transcripts of audio, their subtitle formats, and options of transcriptions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from octavo.api.errors import InvalidRequest, shown
+
+MAX_PAUSE_MS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,34 @@ class Transcription:
             for segment in self.segments
         ]
         return "WEBVTT\n\n" + "\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class VoiceActivity:
+    """Options of voice activity detection, with OpenAI's names."""
+
+    threshold: float = 0.5
+    """Level above which audio is speech, as a fraction of the range from the background to the
+    loudest speech, in dB."""
+    prefix_padding_ms: int = 300
+    """Audio before speech that belongs to it, in milliseconds."""
+    silence_duration_ms: int = 200
+    """Shortest pause that ends a part, in milliseconds."""
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a value out of range."""
+        for name, value, most in (
+            ("threshold", self.threshold, 1),
+            ("prefix_padding_ms", self.prefix_padding_ms, MAX_PAUSE_MS),
+            ("silence_duration_ms", self.silence_duration_ms, MAX_PAUSE_MS),
+        ):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= most:
+                raise InvalidRequest(
+                    f"chunking_strategy: {name}: got {shown(value)}, expected a number from 0 to"
+                    f" {most:,}",
+                    param="chunking_strategy",
+                )
 
 
 def _clock(seconds: float, mark: str) -> str:

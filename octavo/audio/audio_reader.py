@@ -65,9 +65,12 @@ class AudioReader:
         """Decodes a file to 16 kHz samples; raises InvalidRequest if it is not audio."""
         return decode_sound(data, RATE, max_seconds=self.max_seconds)
 
-    def window(self, samples: NDArray[np.float32], start_s: float) -> AudioWindow:
+    def window(
+        self, samples: NDArray[np.float32], start_s: float, end_s: float | None = None
+    ) -> AudioWindow:
         first = round(start_s * RATE)
-        part = samples[first : first + self.log_mel.num_samples]
+        last = len(samples) if end_s is None else round(end_s * RATE)
+        part = samples[first : min(first + self.log_mel.num_samples, last)]
         return AudioWindow(part, first / RATE, (first + len(part)) / RATE)
 
     def rows(self, window: AudioWindow) -> AudioRows:

@@ -2,7 +2,8 @@
 
 An `AudioDecoder` decodes the audio. Without timestamps, the windows are adjacent and may be
 computed together. With timestamps, a window begins at the end of the last complete segment, so that
-no word is cut. Source: Radford et al. 2022, section 3.8, and `transcribe` of OpenAI's whisper.
+no word is cut. With voice activity detection, silence is skipped and windows end in pauses. Source:
+Radford et al. 2022, section 3.8, and `transcribe` of OpenAI's whisper.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 from octavo.api.errors import InvalidRequest, did_you_mean, shown
 from octavo.api.outputs import RequestOutput
 from octavo.api.sampling_params import SamplingParams
-from octavo.api.transcription import Segment, Transcription
+from octavo.api.transcription import Segment, Transcription, VoiceActivity
 from octavo.engine.protocol.step import EncoderInput
 from octavo.frontend.input_processor import (
     DEFAULT_CONTEXT,
@@ -115,9 +116,15 @@ class DecodedAudio(Protocol):
     @property
     def duration_s(self) -> float: ...
 
-    def window(self, start_s: float) -> WindowInput:
-        """Returns the window that begins at `start_s`; it ends at the end of the audio at the
-        latest.
+    def window(self, start_s: float, end_s: float | None = None) -> WindowInput:
+        """Returns the window that begins at `start_s`; it ends at `end_s`, or the end of the audio,
+        at the latest.
+        """
+        ...
+
+    def find_speech(self, activity: VoiceActivity) -> list[tuple[float, float]]:
+        """Returns the start and end of each part with speech, in seconds; no part is longer than a
+        window.
         """
         ...
 
@@ -135,6 +142,8 @@ class SpeechOptions:
     """Whether segments begin and end at timestamps that the model predicts; otherwise each segment
     is a window. None: whether the model supports timestamps.
     """
+    chunking: VoiceActivity | None = None
+    """Detect speech and transcribe only its parts; None: transcribe the complete audio."""
     prompt: str | None = None
     """Text that precedes the first window; the model continues its spelling and style."""
 
@@ -182,6 +191,8 @@ class Transcriptions:
                 hint="remove it",
                 param="prompt",
             )
+        if options.chunking is not None:
+            options.chunking.check()
         times = options.timestamps
         return replace(
             options, timestamps=bool(self.tokens.num_timestamps) if times is None else times
@@ -313,10 +324,16 @@ class TranscriptionJob:
     sound: DecodedAudio
     options: SpeechOptions
     _segments: list[Segment] = field(default_factory=list)
-    _step: int = 0
-    """Step at which the next window begins."""
+    _parts: list[tuple[float, float]] = field(init=False)
+    """Start and end of the parts to transcribe, in seconds."""
+    _place: tuple[int, int] = (0, 0)
+    """Part of the next window, and the step at which it begins within the part."""
     _num_windows: int = 0
     _error: str | None = None
+
+    def __post_init__(self) -> None:
+        activity, whole = self.options.chunking, (0.0, self.sound.duration_s)
+        self._parts = [whole] if activity is None else self.sound.find_speech(activity)
 
     @property
     def _steps_a_window(self) -> int:
@@ -330,12 +347,21 @@ class TranscriptionJob:
         """Returns up to `max_windows` windows that can be computed now; [] at the end."""
         if self._error is not None:
             return []
-        left_s = self.sound.duration_s - self._step * self._step_s
-        if left_s < LEAST_S and self._num_windows:
-            return []
-        count = min(max_windows, 1 if self.options.timestamps else math.ceil(left_s / self._step_s))
-        starts = (self._step + i * self._steps_a_window for i in range(count))
-        return [self.sound.window(step * self._step_s) for step in starts]
+        windows: list[WindowInput] = []
+        part, step = self._place
+        while part < len(self._parts) and len(windows) < max_windows:
+            start_s, end_s = self._parts[part]
+            windows.append(self.sound.window(start_s + step * self._step_s, end_s))
+            if self.options.timestamps:
+                break
+            part, step = self._after(part, step + self._steps_a_window)
+        return windows
+
+    def _after(self, part: int, step: int) -> tuple[int, int]:
+        """Returns a place in the audio, or the beginning of the next part if this one has ended."""
+        start_s, end_s = self._parts[part]
+        has_ended = end_s - start_s - step * self._step_s < LEAST_S
+        return (part + 1, 0) if has_ended else (part, step)
 
     def add_output(self, window: WindowInput, output: RequestOutput) -> None:
         """Adds the output of the next window."""
@@ -345,7 +371,7 @@ class TranscriptionJob:
             self._error = output.error
             return
         if not self.options.timestamps:
-            self._step += 1
+            self._move(1)
             self._add(window, (window.start_s, window.end_s), list(answer.token_ids), answer.text)
             return
         tokens = self.speech.tokens
@@ -356,7 +382,11 @@ class TranscriptionJob:
             end_s = min(window.start_s + last * self._step_s, window.end_s)
             if words and start_s < end_s:
                 self._add(window, (start_s, end_s), words, self.speech.text_of(words))
-        self._step += cut.num_steps if self._may_overlap(cut) else self._steps_a_window
+        self._move(cut.num_steps if self._may_overlap(cut) else self._steps_a_window)
+
+    def _move(self, num_steps: int) -> None:
+        part, step = self._place
+        self._place = self._after(part, step + num_steps)
 
     def _may_overlap(self, cut: SegmentedOutput) -> bool:
         """Whether the next window may begin before the end of this one."""

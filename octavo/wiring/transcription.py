@@ -8,11 +8,18 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.api.transcription import VoiceActivity
 from octavo.audio.audio_reader import AudioReader, AudioWindow
 from octavo.audio.log_mel import RATE, LogMel
+from octavo.audio.voice_activity import find_speech, get_levels, join_spans
 from octavo.engine.protocol.step import EncoderInput
 from octavo.frontend.input_processor import InputProcessor
-from octavo.frontend.transcription import AudioDecoder, DecodedAudio, Transcriptions, WindowInput
+from octavo.frontend.transcription import (
+    AudioDecoder,
+    DecodedAudio,
+    Transcriptions,
+    WindowInput,
+)
 from octavo.models.hf_config import HfConfig
 from octavo.program.ops import ScatterRows
 from octavo.wiring.model import Model
@@ -40,9 +47,19 @@ class ModelAudio(DecodedAudio):
     def duration_s(self) -> float:
         return len(self.samples) / RATE
 
-    def window(self, start_s: float) -> WindowInput:
-        heard = self.ear.window(self.samples, start_s)
+    def window(self, start_s: float, end_s: float | None = None) -> WindowInput:
+        heard = self.ear.window(self.samples, start_s, end_s)
         return WindowInput(partial(self._input, heard), heard.start_s, heard.end_s)
+
+    def find_speech(self, activity: VoiceActivity) -> list[tuple[float, float]]:
+        spans = find_speech(
+            self.samples,
+            RATE,
+            threshold=activity.threshold,
+            padding_s=activity.prefix_padding_ms / 1000,
+            silence_s=activity.silence_duration_ms / 1000,
+        )
+        return join_spans(spans, get_levels(self.samples, RATE), self.ear.window_s)
 
     def _input(self, window: AudioWindow) -> EncoderInput:
         heard = self.ear.rows(window)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -14,7 +15,7 @@ from transformers.generation.logits_process import (
     WhisperTimeStampLogitsProcessor,
 )
 
-from octavo import LLM
+from octavo import LLM, VoiceActivity
 from octavo.api.errors import InvalidRequest
 from octavo.audio.log_mel import LogMel
 from octavo.utils.progress import quiet
@@ -26,6 +27,7 @@ from tests.support.tiny_whisper import (
     NO_TIMESTAMPS,
     START,
     SUPPRESSED,
+    as_wav,
     noise,
     tiny_multilingual_whisper,
     tiny_whisper,
@@ -201,6 +203,34 @@ def test_windows_of_a_long_sound_move_by_its_timestamps(tiny, seed):
     assert found == expected_segments(tiny, samples)
     assert beside == text
     assert len({one.seek_s for one in text.segments} - {0.0, 2.0, 4.0, 6.0}) > 0
+
+
+@pytest.mark.parametrize("timestamps", [False, True])
+def test_speech_activity_skips_silence(tiny, timestamps):
+    """Parts with speech are windows of their own; those with timestamps move within a part."""
+    samples, _ = noise(4, 1.0)
+    longer, _ = noise(6, 3.1)
+    silence = np.zeros(32_000, np.float32)
+    sound = np.concatenate([silence, samples, silence, longer, silence])
+    parts = [(1.7, 3.2), (4.7, 8.3)]
+    how = {"language": "en", "use_tqdm": False}
+    with make_llm(model_path=tiny_multilingual_whisper(), backend="native", **OPTIONS) as llm:
+        (text,) = llm.transcribe(
+            as_wav(sound), timestamps=timestamps, chunking=VoiceActivity(), **how
+        )
+        (empty,) = llm.transcribe(as_wav(silence), chunking=VoiceActivity(), **how)
+        with pytest.raises(InvalidRequest, match="threshold: got 2, expected a number from 0 to 1"):
+            llm.transcribe(as_wav(silence), chunking=VoiceActivity(threshold=2), **how)
+    assert (empty.text, empty.segments) == ("", [])
+    assert text.duration_s == pytest.approx(10.1)
+    for segment in text.segments:
+        assert any(
+            start - 0.1 <= segment.start_s < segment.end_s <= end + 0.1 for start, end in parts
+        )
+    starts = {segment.seek_s for segment in text.segments}
+    assert min(starts) == pytest.approx(1.7, abs=0.1) and max(starts) > 4.5
+    if not timestamps:
+        assert len(text.segments) == 3  # the second part is longer than a window of two seconds
 
 
 def test_a_text_goes_before_the_first_window(tiny):

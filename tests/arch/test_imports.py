@@ -254,6 +254,7 @@ def test_exported_names():
         "ScoringRequestOutput",
         "StructuredOutputs",
         "TextPair",
+        "VoiceActivity",
         "__version__",
     }
     for name in octavo.__all__:

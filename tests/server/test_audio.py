@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo import LLM
+from octavo import LLM, VoiceActivity
 from octavo.api.transcription import Transcription
 from octavo.utils.progress import quiet
 from tests.support.live_server import LiveServer, until
@@ -41,8 +41,15 @@ def wanted() -> tuple[Transcription, Transcription]:
         return whole, timed
 
 
+@pytest.fixture(scope="module")
+def parts() -> Transcription:
+    """Returns the text of a sound without pauses, cut at its quietest places."""
+    with LLM(str(tiny_whisper()), report=quiet, threads=1) as llm:
+        return llm.transcribe(SOUND, chunking=VoiceActivity(), use_tqdm=False)[0]
+
+
 def test_openais_client_gets_the_text_of_transcribe(
-    ear: LiveServer, wanted: tuple[Transcription, Transcription]
+    ear: LiveServer, wanted: tuple[Transcription, Transcription], parts: Transcription
 ) -> None:
     whole, timed = wanted
     with ear.openai() as client:
@@ -55,6 +62,9 @@ def test_openais_client_gets_the_text_of_transcribe(
         assert made(response_format="text").strip() == whole.text.strip()
         assert made(response_format="srt") == timed.srt()
         assert made(response_format="vtt") == timed.vtt()
+        strategy = {"type": "server_vad", "silence_duration_ms": 500}
+        for chunking in ("auto", strategy):
+            assert made(chunking_strategy=chunking).text == parts.text
         for more in ({}, {"timestamp_granularities": ["segment"]}):
             verbose = made(response_format="verbose_json", language="en", **more)
             assert (verbose.text, float(verbose.duration)) == (timed.text, 3.0)
@@ -73,6 +83,16 @@ BAD: dict[str, tuple[bytes | None, dict[str, str], str]] = {
     "temperature": (SOUND, {"temperature": "hot"}, "temperature: got 'hot'"),
     "language": (SOUND, {"language": "xx"}, "language: got 'xx', expected en"),
     "prompt": (SOUND, {"prompt": "x"}, "prompt: the model does not support a prompt"),
+    "chunking": (
+        SOUND,
+        {"chunking_strategy": '{"type": "server_vad", "speed": 2}'},
+        "expected auto, or an object with the type server_vad",
+    ),
+    "threshold": (
+        SOUND,
+        {"chunking_strategy[type]": "server_vad", "chunking_strategy[threshold]": "1.5"},
+        "chunking_strategy: threshold: got 1.5, expected a number from 0 to 1",
+    ),
     "words": (SOUND, {"timestamp_granularities[]": "word"}, "word timestamps are not supported"),
 }
 

@@ -64,11 +64,16 @@ def tiny_multilingual_whisper() -> Path:
 def noise(seed: int, seconds: float = 1.5) -> tuple[NDArray[np.float32], bytes]:
     """Returns noise of 16 kHz, and the WAV file of it."""
     drawn = np.random.default_rng(seed).standard_normal(int(16_000 * seconds)) * 3_000
-    samples = drawn.astype("<i2")
+    samples = drawn.astype("<i2").astype(np.float32) / (1 << 15)
+    return samples, as_wav(samples)
+
+
+def as_wav(samples: NDArray[np.float32]) -> bytes:
+    """Returns the WAV file of samples of 16 kHz."""
     file = io.BytesIO()
     with wave.open(file, "wb") as out:
         out.setnchannels(1)
         out.setsampwidth(2)
         out.setframerate(16_000)
-        out.writeframes(samples.tobytes())
-    return samples.astype(np.float32) / (1 << 15), file.getvalue()
+        out.writeframes((samples * (1 << 15)).astype("<i2").tobytes())
+    return file.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from octavo.api.errors import InvalidRequest, ServerError, shown
 from octavo.api.outputs import RequestOutput
-from octavo.api.transcription import Transcription
+from octavo.api.transcription import Transcription, VoiceActivity
 from octavo.frontend.input_processor import ParentRequest, RequestContext
 from octavo.frontend.transcription import SpeechOptions, SpeechTask
 from octavo.server.http.auth import get_request_context
@@ -31,6 +32,7 @@ FIELDS = (
     *("model", "language", "prompt", "response_format", "temperature", "stream"),
     GRANULARITIES,
 )
+CHUNKING = "chunking_strategy"
 FRAMES_A_SECOND = 100
 """Frames per second, the unit of `seek` in OpenAI's segments."""
 WITH_SEGMENTS = ("verbose_json", "srt", "vtt")
@@ -49,6 +51,7 @@ FORM = {
                     "response_format": {"type": "string", "enum": list(FORMATS)},
                     "temperature": {"type": "number", "minimum": 0, "maximum": 1},
                     GRANULARITIES: {"type": "string", "enum": ["segment"]},
+                    CHUNKING: {"type": "string"},
                 },
                 "required": [FILE_FIELD, "model"],
             }
@@ -94,6 +97,7 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
         temperature=_temperature(fields.get("temperature", "0")),
         timestamps=_timestamps(fields.get(GRANULARITIES), answer_format),
         prompt=fields.get("prompt") or None,
+        chunking=_chunking(fields),
     )
     heard = _transcribe(model, data, options, get_request_context(request, None, None))
     return _format(await cancel_on_disconnect(request.receive, heard), answer_format)
@@ -124,7 +128,7 @@ async def _transcribe(
 def _parse_format(fields: dict[str, str], ignored: IgnoredFields) -> str:
     """Checks the form's fields; returns the response format."""
     for name in fields:
-        if name not in FIELDS:
+        if name not in FIELDS and name.partition("[")[0] != CHUNKING:
             ignored.add(
                 join_path("", name),
                 f"not supported, expected {', '.join(FIELDS)} and file",
@@ -157,6 +161,36 @@ def _timestamps(granularity: str | None, answer_format: str) -> bool | None:
     if granularity is None:
         return None if answer_format in WITH_SEGMENTS else False
     return True
+
+
+def _chunking(fields: dict[str, str]) -> VoiceActivity | None:
+    """Returns the voice activity detection of a form: "auto", a JSON object, or a field for each
+    key, as OpenAI's client sends it.
+    """
+    given = fields.get(CHUNKING) or None
+    keys = {
+        name.removeprefix(f"{CHUNKING}[").removesuffix("]"): value
+        for name, value in fields.items()
+        if name.startswith(f"{CHUNKING}[")
+    }
+    if given == "auto" and not keys:
+        return VoiceActivity()
+    if given is None and not keys:
+        return None
+    try:
+        values: dict[str, Any] = {
+            name: value if name == "type" else json.loads(value) for name, value in keys.items()
+        }
+        values |= {} if given is None else json.loads(given)
+        if values.pop("type", None) != "server_vad":
+            raise ValueError
+        return VoiceActivity(**values)
+    except (ValueError, TypeError, RecursionError):
+        raise InvalidRequest(
+            f"{CHUNKING}: got {shown(given or keys)}, expected auto, or an object with the type"
+            " server_vad and threshold, prefix_padding_ms, silence_duration_ms",
+            param=CHUNKING,
+        ) from None
 
 
 def _temperature(text: str) -> float:
