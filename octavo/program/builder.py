@@ -443,7 +443,9 @@ class Builder:
         return out
 
     def given_rows(self, width: int) -> Value:
-        """Reads the step's external rows, one per token."""
+        """Reads the first columns of the step's external rows, one row per token; zeros for other
+        tokens.
+        """
         out = self.value("given", "tokens", width)
         self.append(ScatterRows(out))
         return out

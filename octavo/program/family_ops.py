@@ -1,4 +1,4 @@
-"""Ops that only one model family uses. Shapes use the alphabet of `ops.py`."""
+"""Ops that few model families use. Shapes use the alphabet of `ops.py`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Mix(Op):
     """Per-row weighted sums: outs[i] = bases[i] + sum over k of (coefs[:, i * K + k] + offset) *
     xs[k].
 
-    There are K `xs`, all `[T, W]`; `coefs [T, I * K]`. AltUp: Baykal et al. 2023.
+    There are K `xs`, all `[T, W]`; `coefs [T, I * K]`. AltUp (Baykal et al. 2023), and
+    interpolated position embeddings.
     """
 
     xs: tuple[Value, ...]
@@ -48,6 +49,23 @@ class Mix(Op):
     coefs: Value
     outs: tuple[Value, ...]
     offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Concat(Op):
+    """Concatenates columns: out = [xs[0], xs[1], ...], `xs[i] [T, W_i]`."""
+
+    xs: tuple[Value, ...]
+    out: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Columns(Op):
+    """Selects columns: out = x[:, start : start + W]."""
+
+    x: Value
+    out: Value
+    start: int
 
 
 @dataclass(frozen=True, slots=True)

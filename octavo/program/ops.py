@@ -458,7 +458,7 @@ class PoolRows(Op):
 @dataclass(frozen=True, slots=True)
 class ScatterRows(Op):
     """Replaces rows by external ones (`StepBatch.given`), e.g. of an image: out[t] =
-    given[given_rows[t]] if that index is not negative, else base[t], or zero without base.
+    given[given_rows[t], :W] if that index is not negative, else base[t], or zero without base.
     """
 
     out: Value

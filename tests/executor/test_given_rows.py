@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from octavo.executor.batch import StepBatch
+from octavo.program.build_family_ops import columns, concat
 from octavo.program.builder import Builder
 from octavo.program.ops import RopeTable
 from octavo.program.program import CacheGroup, Program
@@ -75,6 +76,31 @@ def test_each_backend_gives_what_the_formula_says(name):
     kv = backend.allocate(runnable.kv_layouts, [1])
     rows = runnable.run(batch(), kv).arrays["rows"]
     np.testing.assert_allclose(rows, expected(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["reference", "native", "torch"])
+def test_columns_of_rows_from_outside_are_read_and_concatenated(name):
+    b = Builder("test", (), VOCAB)
+    base = b.embedding(b.token_ids(), "embed", VOCAB, 4)
+    first, given = b.scatter_rows(base), b.given_rows(WIDTH)
+    parts = [first, columns(b, given, 13, 3), columns(b, given, 4, 5)]
+    joined = b.finish(rows=b.gather_rows(concat(b, parts)))
+    backend = backend_named(name, dtype="float32", max_tokens=16, max_context=16)
+    table = np.ascontiguousarray(TABLE[:, :4])
+    runnable = backend.prepare(joined, lambda weight: PackedWeight.plain(table))
+    step = batch(None)
+    step.context_lens, step.slots = np.zeros((0, 1), np.int32), np.zeros((0, COUNT), np.int32)
+    step.block_tables = np.zeros((0, 1, 1), np.int32)
+    given = np.zeros((COUNT, WIDTH), np.float32)
+    given[:, :4] = table[step.token_ids]
+    given[1:4] = GIVEN[[1, 0, 1]]
+    rows = runnable.run(step, backend.allocate(runnable.kv_layouts, [])).arrays["rows"]
+    wanted = np.concatenate((given[:, :4], given[:, 13:], given[:, 4:9]), axis=1)
+    np.testing.assert_array_equal(rows, wanted)
+    step.given = step.given_rows = None
+    rows = runnable.run(step, backend.allocate(runnable.kv_layouts, [])).arrays["rows"]
+    np.testing.assert_array_equal(rows[:, :4], table[step.token_ids])
+    assert not rows[:, 4:].any()
 
 
 def test_native_refuses_a_row_that_does_not_see_itself():

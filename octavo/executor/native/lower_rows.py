@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.executor.native.hidden import HiddenIn, HiddenOut
-from octavo.executor.native.lowering_context import LoweringContext
+from octavo.executor.native.lowering_context import LoweringContext, Span
 from octavo.program import family_ops, ops
 from octavo.program.program import Value, Weight
 
@@ -125,6 +125,23 @@ class RowLowering:
                 outs=[self._span(value) for value in op.outs],
                 coefs=self._span(op.coefs),
                 offset=op.offset,
+            )
+        )
+
+    def lower_Concat(self, op: family_ops.Concat) -> None:
+        axis, start, _ = self._span(op.out)
+        for x in op.xs:
+            self._copy(self._span(x), (axis, start, x.width))
+            start += x.width
+
+    def lower_Columns(self, op: family_ops.Columns) -> None:
+        axis, start, _ = self._span(op.x)
+        self._copy((axis, start + op.start, op.out.width), self._span(op.out))
+
+    def _copy(self, source: Span, out: Span) -> None:
+        self._add(
+            self._native.ElementwiseSpec(
+                kind="scale", a=source, b=source, out=out, factor=1.0, gate=None
             )
         )
 

@@ -147,6 +147,14 @@ def keep_largest(op: family_ops.KeepLargest, step: ReferenceStep) -> Made:
     return (np.maximum(x - cutoff, 0),)
 
 
+def concat(op: family_ops.Concat, step: ReferenceStep) -> Made:
+    return (np.concatenate([step.get(x) for x in op.xs], axis=1),)
+
+
+def columns(op: family_ops.Columns, step: ReferenceStep) -> Made:
+    return (step.get(op.x)[:, op.start : op.start + op.out.width],)
+
+
 def mix(op: family_ops.Mix, step: ReferenceStep) -> Made:
     xs, coefs = [step.get(x) for x in op.xs], step.get(op.coefs) + op.offset
     mixed = []
@@ -431,7 +439,7 @@ def scatter_rows(op: ops.ScatterRows, step: ReferenceStep) -> Made:
     )
     if batch.given is not None and batch.given_rows is not None:
         is_replaced = batch.given_rows >= 0
-        out[is_replaced] = batch.given[batch.given_rows[is_replaced]]
+        out[is_replaced] = batch.given[batch.given_rows[is_replaced], : op.out.width]
     return (out,)
 
 
@@ -471,6 +479,8 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     family_ops.MatchMagnitude: match_magnitude,
     family_ops.KeepLargest: keep_largest,
     family_ops.Mix: mix,
+    family_ops.Concat: concat,
+    family_ops.Columns: columns,
     family_ops.PositionScores: position_scores,
     ops.Act: act,
     ops.ActMul: act_mul,

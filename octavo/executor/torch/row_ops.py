@@ -140,6 +140,14 @@ def keep_largest(op: family_ops.KeepLargest, step: Step) -> Made:
     return (torch.relu(x - cutoff).to(step.dtype),)
 
 
+def concat(op: family_ops.Concat, step: Step) -> Made:
+    return (torch.cat([step.get(x) for x in op.xs], dim=1),)
+
+
+def columns(op: family_ops.Columns, step: Step) -> Made:
+    return (step.get(op.x)[:, op.start : op.start + op.out.width].contiguous(),)
+
+
 def mix(op: family_ops.Mix, step: Step) -> Made:
     xs = torch.stack([step.get(x).float() for x in op.xs], dim=1)
     bases = torch.stack([step.get(base).float() for base in op.bases], dim=1)
@@ -231,7 +239,8 @@ def scatter_rows(op: ops.ScatterRows, step: Step) -> Made:
     if "given" not in step.inputs:
         return (out,)
     rows = step.inputs["given_rows"]
-    external = step.inputs["given"].to(step.dtype)[rows.clamp(min=0)]
+    given = step.inputs["given"][:, : op.out.width]
+    external = given.to(step.dtype)[rows.clamp(min=0)]
     return (torch.where((rows >= 0)[:, None], external, out),)
 
 
@@ -265,6 +274,8 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     family_ops.MatchMagnitude: match_magnitude,
     family_ops.KeepLargest: keep_largest,
     family_ops.Mix: mix,
+    family_ops.Concat: concat,
+    family_ops.Columns: columns,
     family_ops.PositionScores: position_scores,
     ops.Act: act,
     ops.ActMul: act_mul,

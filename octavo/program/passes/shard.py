@@ -357,7 +357,12 @@ class _Sharder:
     _shard_Act = _shard_SoftCap = _shard_Clip = _shard_column_op
 
     def _shard_whole_row_op(
-        self, op: family_ops.MatchMagnitude | family_ops.KeepLargest | family_ops.Mix
+        self,
+        op: family_ops.MatchMagnitude
+        | family_ops.KeepLargest
+        | family_ops.Mix
+        | family_ops.Concat
+        | family_ops.Columns,
     ) -> None:
         """Replicates an op that reads complete rows."""
         whole = op.on({value: self._whole(value) for value in op.inputs})
@@ -365,7 +370,8 @@ class _Sharder:
             self._make(out)
         self._ops.append(whole)
 
-    _shard_MatchMagnitude = _shard_KeepLargest = _shard_Mix = _shard_whole_row_op
+    _shard_MatchMagnitude = _shard_KeepLargest = _shard_whole_row_op
+    _shard_Mix = _shard_Concat = _shard_Columns = _shard_whole_row_op
 
     def _shard_ActMul(self, op: ops.ActMul) -> None:
         (gate, up), spans = self._alike([op.gate, op.up])
