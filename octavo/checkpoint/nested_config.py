@@ -23,6 +23,7 @@ QWEN3_5 = {
     "num_hidden_layers": 32,
     "num_attention_heads": 16,
     "max_position_embeddings": 32_768,
+    "image_token_id": 248_056,
 }
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {

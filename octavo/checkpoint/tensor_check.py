@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from octavo.api.errors import WeightMismatch
-from octavo.checkpoint.ports import Checkpoint
+from octavo.checkpoint.ports import Checkpoint, StoredTensor
 from octavo.program.program import Program, Weight
 
 LEFT_OUT = re.compile(
@@ -125,8 +125,7 @@ def _checked(checkpoint: Checkpoint, weight: Weight) -> Iterator[str]:
     """
     for name in weight.tensor_names:
         stored = checkpoint.stored(name)
-        output_major = checkpoint.output_major or stored.is_quantized
-        allowed_shapes = _shapes(weight, output_major=output_major)
+        allowed_shapes = _shapes(weight, turned=is_turned(checkpoint, stored, weight))
         if stored.shape not in allowed_shapes:
             raise WeightMismatch(
                 f"{stored.file}: {stored.name} has shape {stored.shape}, expected"
@@ -142,7 +141,19 @@ def _checked(checkpoint: Checkpoint, weight: Weight) -> Iterator[str]:
         yield stored.name
 
 
-def _shapes(weight: Weight, *, output_major: bool) -> list[tuple[int, ...]]:
+def is_turned(checkpoint: Checkpoint, stored: StoredTensor, weight: Weight) -> bool:
+    """Returns whether a weight's tensor is stored with its last two axes swapped.
+
+    Stacked experts are so in published checkpoints of some families, but not in those that newer
+    transformers saves; their shape decides.
+    """
+    if not weight.transposed or checkpoint.output_major or stored.is_quantized:
+        return False
+    rows, inputs = weight.tensor_rows, weight.whole.shape[-1]
+    return len(stored.shape) < 3 or rows == inputs or stored.shape[-2:] != (rows, inputs)
+
+
+def _shapes(weight: Weight, *, turned: bool) -> list[tuple[int, ...]]:
     """Returns the shapes that a weight's tensors may have in the checkpoint."""
     shape = list(weight.whole.shape)
     shape[weight.row_axis] = weight.tensor_rows
@@ -152,7 +163,6 @@ def _shapes(weight: Weight, *, output_major: bool) -> list[tuple[int, ...]]:
     shapes = [shape[1:]] if stacked else [shape]
     if not stacked and weight.sources and shape[0] == 1:
         shapes.append(shape[1:])
-    turned = weight.transposed and not output_major
     return [
         (*one[:-2], one[-1], one[-2]) if turned and len(one) > 1 else tuple(one) for one in shapes
     ]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
+from octavo.checkpoint.tensor_check import is_turned
 from octavo.program.expert_ops import GroupedLinear, Route
 from octavo.program.ops import (
     Act,
@@ -264,11 +265,8 @@ class WeightReader:
         if weight.kernel:
             codes = packed.packed().codes
             packed = PackedWeight.plain(codes.reshape(len(codes), -1))
-        turned = (
-            weight.transposed
-            and not self._checkpoint.output_major
-            and len(packed.shape) > 1
-            and not self._checkpoint.stored(name).is_quantized
+        turned = len(packed.shape) > 1 and is_turned(
+            self._checkpoint, self._checkpoint.stored(name), weight
         )
         if turned:
             packed = _transposed(packed, name)

@@ -15,6 +15,7 @@ from octavo.models.hf_config import HfConfig
 from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.pooled_row import pooled_row
 from octavo.models.pooling import PooledHead, pooled_head
+from octavo.program.build_family_ops import columns
 from octavo.program.builder import Builder
 from octavo.program.ops import MaskKind
 from octavo.program.program import CacheGroup, Growth, Program, Value, Weight
@@ -198,6 +199,9 @@ class Frame:
     embedding_scale: float = 1.0
     takes_rows: bool = False
     """Whether external rows (images) may replace embeddings."""
+    deep_rows: int = 0
+    """Number of first layers after which further columns of the external rows are added
+    (DeepStack, Meng et al. 2024)."""
     residual_scale: float = 1.0
     """Factor on sublayer outputs (Granite)."""
     logit_scale: float = 1.0
@@ -255,6 +259,10 @@ def build_decoder(
     layer = _Layers(attention, mlp, frame, norm)
     for i in range(shape.num_layers):
         x = layer(b, x, i)
+        if i < frame.deep_rows:
+            first = (i + 1) * shape.hidden_size
+            given = b.given_rows(first + shape.hidden_size)
+            x = b.add(x, columns(b, given, first, shape.hidden_size))
     return finish_decoder(b, x, shape, frame)
 
 

@@ -18,8 +18,11 @@ from octavo.models.self_attention import SelfAttention
 from octavo.models.state_space import CONV, MAX_TAPS, STATE
 from octavo.program.build_mixers import delta_scan, short_conv
 from octavo.program.builder import Builder
-from octavo.program.ops import Activation
+from octavo.program.ops import Activation, RopeTable
 from octavo.program.program import CacheGroup, Value, Weight
+
+PARTIAL = 0.25
+"""Default of partial_rotary_factor."""
 
 L2_EPS = 1e-6
 """Epsilon of the keys' L2 norm."""
@@ -169,16 +172,25 @@ def make_cache_groups(
     return full + (mixer.groups(num_mixers) if num_mixers else ())
 
 
-def gated_attention(
-    config: HfConfig, shape: DecoderShape, caches: Sequence[LayerCache]
-) -> SelfAttention:
-    """Returns attention with head norms, partial RoPE and output gates."""
-    bias = config.flag("attention_bias", False)
+def text_rope(config: HfConfig, shape: DecoderShape) -> RopeTable:
+    """Returns partial RoPE. A text's positions are equal on all axes, so mrope_section has no
+    effect.
+    """
     given = config.table("rope_parameters")
-    # A text's positions are equal on all axes, so the sections have no effect.
     text_only = {key: given[key] for key in given if not key.startswith("mrope_")}
     text = config.with_values(rope_parameters=text_only)
-    rope = rope_parameters(text, partial=0.25).table(shape.head_dim)
+    return rope_parameters(text, partial=PARTIAL).table(shape.head_dim)
+
+
+def gated_attention(
+    config: HfConfig,
+    shape: DecoderShape,
+    caches: Sequence[LayerCache],
+    rope: RopeTable | None = None,
+) -> SelfAttention:
+    """Returns attention with head norms, output gates and RoPE, by default that of text."""
+    bias = config.flag("attention_bias", False)
+    rope = rope or text_rope(config, shape)
     return SelfAttention(
         shape=shape,
         caches=caches,

@@ -16,8 +16,9 @@ from octavo.models.decoder import DecoderShape, Frame, finish_decoder, plan_cach
 from octavo.models.gemma_parts import PerLayerInputs, SharedKvAttention, scale_columns
 from octavo.models.hf_config import HfConfig
 from octavo.models.rope import tables_by_layer_type
+from octavo.program.build_family_ops import mix
 from octavo.program.builder import Builder
-from octavo.program.family_ops import KeepLargest, MatchMagnitude, Mix
+from octavo.program.family_ops import KeepLargest, MatchMagnitude
 from octavo.program.ops import Activation
 from octavo.program.program import CacheGroup, Program, Value
 
@@ -196,17 +197,3 @@ def keep_largest(b: Builder, x: Value, deviations: float) -> Value:
     out = b.like("largest", x)
     b.append(KeepLargest(x, out, deviations))
     return out
-
-
-def mix(
-    b: Builder,
-    xs: Sequence[Value],
-    bases: Sequence[Value],
-    coefs: Value,
-    *,
-    offset: float = 0.0,
-) -> tuple[Value, ...]:
-    """Appends each base plus its weighted sum of `xs`."""
-    outs = tuple(b.like("mixed", base) for base in bases)
-    b.append(Mix(tuple(xs), tuple(bases), coefs, outs, offset))
-    return outs

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from octavo.api.errors import UnsupportedModel
 from octavo.models.decoder import DecoderShape, build_decoder, plan_cache, query_growth
 from octavo.models.hf_config import HfConfig
-from octavo.models.mlps import gated_experts, gated_mlp
+from octavo.models.mlps import gated_experts, gated_mlp, stacked_experts
 from octavo.models.rope import rope_parameters
 from octavo.models.self_attention import SelfAttention
 from octavo.models.smollm3 import layers_with_rope
@@ -117,26 +117,12 @@ class Llama4Mlp:
     def _routed(self, b: Builder, x: Value, name: str) -> Value:
         logits = b.linear(x, f"{name}.router", self.num_experts)
         routed = b.route(x, logits, self.top_k, score="sigmoid_top_k", scales_rows=True)
-        if self.separate:
-            experts, num = f"{name}.experts", self.num_experts
-            return gated_experts(
-                b, routed, experts, num_experts=num, width=self.width, activation=self.activation
-            )
-        rows, ids, weights = routed
-        gate, up = (
-            Weight(
-                f"{name}.experts.gate_up_proj",
-                (self.num_experts, self.width, x.width),
-                transposed=True,
-                source_rows=2 * self.width,
-                row_start=start,
-            )
-            for start in (0, self.width)
+        append = gated_experts if self.separate else stacked_experts
+        return append(
+            b,
+            routed,
+            f"{name}.experts",
+            num_experts=self.num_experts,
+            width=self.width,
+            activation=self.activation,
         )
-        down = Weight(
-            f"{name}.experts.down_proj", (self.num_experts, x.width, self.width), transposed=True
-        )
-        h = b.act_mul(
-            b.grouped_linear(rows, ids, gate), b.grouped_linear(rows, ids, up), self.activation
-        )
-        return b.combine(b.grouped_linear(h, ids, down), weights)

@@ -76,3 +76,33 @@ def gated_experts(
         b.act_mul(gate, up, activation), ids, weight(names[2], hidden_size, width)
     )
     return b.combine(down, weights)
+
+
+def stacked_experts(
+    b: Builder,
+    routed: tuple[Value, Value, Value],
+    name: str,
+    *,
+    num_experts: int,
+    width: int,
+    activation: Activation,
+) -> Value:
+    """Appends the chosen experts' gated MLPs, weighted and summed.
+
+    Checkpoints have two input-major tensors: `gate_up_proj [E, in, 2 * width]`, gates first, and
+    `down_proj [E, width, in]`.
+    """
+    rows, ids, weights = routed
+    gate, up = (
+        Weight(
+            f"{name}.gate_up_proj",
+            (num_experts, width, rows.width),
+            transposed=True,
+            source_rows=2 * width,
+            row_start=start,
+        )
+        for start in (0, width)
+    )
+    down = Weight(f"{name}.down_proj", (num_experts, rows.width, width), transposed=True)
+    h = b.act_mul(b.grouped_linear(rows, ids, gate), b.grouped_linear(rows, ids, up), activation)
+    return b.combine(b.grouped_linear(h, ids, down), weights)

@@ -7,12 +7,13 @@ Wang et al. 2024. Videos are not supported.
 from __future__ import annotations
 
 from octavo.api.errors import UnsupportedModel
+from octavo.models.config_keys import TOWERS
 from octavo.models.decoder import DecoderShape, Frame
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.models.matrix_rows import Rows, linear_part
+from octavo.models.mrope import mrope_table
 from octavo.models.qwen2 import upper_windows
-from octavo.models.rope import rope_parameters
 from octavo.models.vision import (
     IMAGE,
     ImageLayout,
@@ -58,10 +59,9 @@ def image_layout(config: HfConfig) -> ImageLayout:
 
 def build_text(config: HfConfig) -> dict[str, Program]:
     """Builds Qwen2's decoder with image rows and M-RoPE."""
-    config.without_effect("vision_config", "image_token_id", "video_token_id")
-    config.without_effect("vision_start_token_id", "vision_end_token_id", "vision_token_id")
+    config.without_effect(*TOWERS, "vision_token_id")
     shape = DecoderShape.read(config, num_kv_heads=8)
-    rope = _by_axes(config, shape.head_dim)
+    rope = mrope_table(config, shape.head_dim, sections=(16, 24, 24), theta=1_000_000.0)
     return build_llama(
         config,
         shape=shape,
@@ -72,44 +72,23 @@ def build_text(config: HfConfig) -> dict[str, Program]:
     )
 
 
-def _by_axes(config: HfConfig, head_dim: int) -> RopeTable:
-    """Returns the RoPE table with axes from mrope_section."""
-    given = config.table("rope_scaling") or config.table("rope_parameters")
-    named = given.get("mrope_section") or [16, 24, 24]
-    plain = {name: value for name, value in given.items() if name != "mrope_section"}
-    for word in ("type", "rope_type"):
-        if plain.get(word) == "mrope":  # the name in transformers 4
-            plain[word] = "default"
-    ropes = rope_parameters(
-        config.with_values(rope_scaling={}, rope_parameters=plain), default_theta=1_000_000.0
-    )
-    table = ropes.table(head_dim)
-    axes = tuple(axis for axis, count in enumerate(named) for _ in range(count))
-    if len(axes) != len(table.inv_freq) or len(named) != 3:
-        raise UnsupportedModel(
-            f"config.json: mrope_section is {named!r}, expected three numbers that add up to"
-            f" {len(table.inv_freq)}, half of the rotary dims"
-        )
-    if table.long is not None:
-        raise UnsupportedModel("config.json: mrope_section with longrope is not supported")
-    return RopeTable(table.inv_freq, table.mscale, axes)
-
-
-def read_shape(vision: HfConfig, *, width: str) -> VisionShape:
+def read_shape(
+    vision: HfConfig, *, width: str, default_size: int = 1280, depth: int = 32
+) -> VisionShape:
     """Reads a tower's sizes; `width` is the key of its hidden size."""
     shape = VisionShape(
-        hidden_size=vision.size(width, 1280),
-        num_layers=vision.count("depth", 32),
+        hidden_size=vision.size(width, default_size),
+        num_layers=vision.count("depth", depth),
         num_heads=vision.size("num_heads", 16),
     )
     shape.check()
     return shape
 
 
-def get_patch_shape(vision: HfConfig) -> tuple[int, ...]:
+def get_patch_shape(vision: HfConfig, *, patch_size: int = 14) -> tuple[int, ...]:
     """Returns the shape of a patch's pixels: channels, frames, rows, columns."""
     vision.without_effect("in_chans")
-    patch_size = vision.size("patch_size", 14)
+    patch_size = vision.size("patch_size", patch_size)
     frames = vision.size("temporal_patch_size", 2)
     return (vision.size("in_channels", 3), frames, patch_size, patch_size)
 

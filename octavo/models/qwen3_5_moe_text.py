@@ -10,7 +10,7 @@ from octavo.models.qwen3_5_text import build_qwen3_5
 from octavo.program.program import Program
 
 
-def build(config: HfConfig) -> dict[str, Program]:
+def build(config: HfConfig, *, has_images: bool = False) -> dict[str, Program]:
     # Every layer has experts, and their weights are normalized.
     config.without_effect("intermediate_size")
     defaults = {
@@ -29,4 +29,4 @@ def build(config: HfConfig) -> dict[str, Program]:
             decoder_sparse_step=1,
         )
     )
-    return build_qwen3_5(config, num_kv_heads=2, mlp=experts)
+    return build_qwen3_5(config, num_kv_heads=2, mlp=experts, has_images=has_images)

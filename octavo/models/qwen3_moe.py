@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape
+from octavo.models.decoder import DecoderShape, Sublayer
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.models.mlps import gated_mlp
@@ -20,15 +20,6 @@ def build(config: HfConfig) -> dict[str, Program]:
         activation=config.activation("hidden_act", "silu"),
         normalize=config.flag("norm_topk_prob", False),
     )
-    dense, dense_width = config.integers("mlp_only_layers"), config.size("intermediate_size")
-    step = config.integer("decoder_sparse_step", 1, low=1)
-
-    def mlp(b: Builder, x: Value, i: int) -> Value:
-        name = f"model.layers.{i}.mlp"
-        if i in dense or (i + 1) % step:
-            return gated_mlp(b, x, name, dense_width, experts.activation)
-        return experts(b, x, name)
-
     shape = DecoderShape.read(config, num_kv_heads=4)
     config.without_effect("max_window_layers", "sliding_window")
     slides = config.flag("use_sliding_window", False)
@@ -41,5 +32,19 @@ def build(config: HfConfig) -> dict[str, Program]:
         qkv_bias=bias,
         out_bias=bias,
         head_norms=True,
-        mlp=mlp,
+        mlp=sparse_mlp(config, experts),
     )
+
+
+def sparse_mlp(config: HfConfig, experts: SoftmaxExperts) -> Sublayer:
+    """Returns the experts in every decoder_sparse_step-th layer, and dense MLPs in the others."""
+    dense, dense_width = config.integers("mlp_only_layers"), config.size("intermediate_size")
+    step = config.integer("decoder_sparse_step", 1, low=1)
+
+    def append(b: Builder, x: Value, i: int) -> Value:
+        name = f"model.layers.{i}.mlp"
+        if i in dense or (i + 1) % step:
+            return gated_mlp(b, x, name, dense_width, experts.activation)
+        return experts(b, x, name)
+
+    return append

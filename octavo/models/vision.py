@@ -7,12 +7,14 @@ decoder. "vision" computes a row per patch, "projector" one per cell.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import refuse_unread
 from octavo.models.hf_config import HfConfig
+from octavo.program.build_family_ops import mix
 from octavo.program.builder import Builder
 from octavo.program.ops import Attention, Embedding, RopeTable, ScatterRows
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
@@ -22,6 +24,9 @@ IMAGE, WINDOW = "image", "window"
 
 TOWER = ("vision", "projector")
 """Programs of an image's rows, in execution order."""
+
+TAPS = 4
+"""Table rows of a bilinearly interpolated position embedding."""
 
 KEPT_LAYERS = 2
 """Number of layers whose keys are stored. Each layer's keys are read only by that layer, so two
@@ -67,6 +72,13 @@ class ImageLayout:
     splits_columns: bool = False
     """Whether a cell's row holds the values of one column of all patches side by side, instead of
     one patch after the other."""
+    table_side: int | None = None
+    """Side of a square table of position embeddings that is interpolated to the image's patches;
+    None: no interpolation. A patch's row then ends with the weights of its `TAPS` table rows, whose
+    indices follow its positions."""
+    num_levels: int = 1
+    """Number of the tower's layers whose rows are projected (DeepStack); their columns follow one
+    another."""
 
     @property
     def multiple(self) -> int:
@@ -140,14 +152,35 @@ def refuse_unread_vision(vision: HfConfig) -> None:
     refuse_unread({"model_type": "vision_config", **vision.values}, vision.values.asked)
 
 
-def patches(b: Builder, name: str, width: int, kernel: tuple[int, ...], *, bias: bool) -> Value:
-    """Appends the patch embedding: a convolution with one patch per kernel."""
-    num_pixels = 1
-    for size in kernel:
-        num_pixels *= size
+def patches(
+    b: Builder,
+    name: str,
+    width: int,
+    kernel: tuple[int, ...],
+    *,
+    bias: bool,
+    given: Value | None = None,
+) -> Value:
+    """Appends the patch embedding: a convolution with one patch per kernel. `given` are the pixels;
+    None: the step's external rows.
+    """
+    num_pixels = math.prod(kernel)
     weight = Weight(f"{name}.weight", (width, num_pixels), kernel=kernel)
     added = Weight(f"{name}.bias", (width,)) if bias else None
-    return b.linear_from(b.given_rows(num_pixels), weight, added, name=name)
+    return b.linear_from(given or b.given_rows(num_pixels), weight, added, name=name)
+
+
+def interpolated_positions(
+    b: Builder, x: Value, shares: Value, name: str, num_rows: int, *, first_axis: int
+) -> Value:
+    """Adds the sum of `TAPS` rows of a position table, weighted by `shares [T, TAPS]`; `first_axis`
+    is the position axis of the first row's index.
+    """
+    taps = [
+        b.position_embedding(name, num_rows, x.width, axis=first_axis + tap) for tap in range(TAPS)
+    ]
+    (out,) = mix(b, taps, (x,), shares)
+    return out
 
 
 def attend(

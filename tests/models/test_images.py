@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from octavo.api.sampling_params import SamplingParams
 from octavo.config.engine_config import EngineConfig
@@ -86,6 +87,9 @@ class SeeingRunner:
             table = rows.block_tables[:, row_of(rows, index)]
             table[:] = -1
             table[:, : min(MAX_BLOCKS, table.shape[1])] = blocks[: table.shape[1]]
+            for group, layout in enumerate(self.loaded.layouts):
+                if layout.group.kind == "state":  # a row has one block, which is repeated
+                    table[group] = blocks[0]
         found: list[list[NDArray]] = [[] for _ in requests]
         ends = [0] * len(requests)
         for counts in chunks:
@@ -137,10 +141,27 @@ def expected(family: str, placed: PromptWithImages, seeds: Sequence[int]) -> NDA
         inputs["token_type_ids"] = kinds
     else:
         inputs |= {"image_grid_thw": made["image_grid_thw"], "mm_token_type_ids": kinds}
+        inputs |= interpolation(oracle(family).model.visual, made["image_grid_thw"])
     with double_precision():
         logits = oracle(family)(input_ids=ids, use_cache=False, **inputs).logits
     found: NDArray = logits[0].numpy()
     return found
+
+
+def interpolation(tower: Any, grid: torch.Tensor) -> dict[str, Any]:
+    """Returns the weights of interpolated position embeddings in float32, as transformers computes
+    them; {} for a tower without.
+    """
+    if not hasattr(tower, "num_grid_per_side"):
+        return {}
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        grid,
+        num_grid_per_side=tower.num_grid_per_side,
+        mode=tower.interpolation_mode,
+        align_corners=tower.interpolation_align_corners,
+        spatial_merge_size=tower.spatial_merge_size,
+    )
+    return {"image_interp_indices": indices, "image_interp_weights": weights}
 
 
 def text_of(family: str) -> str:
@@ -174,7 +195,8 @@ def test_pixels_equal_those_of_transformers_processor(family):
         wanted = by_cell.transpose(1, 4, 2, 5, 0, 3, 6).reshape(len(patches.rows), -1)
         found = patches.rows
     else:
-        units = patches.rows.reshape(len(patches.cell_order), -1)
+        pixels = patches.rows[:, : wanted.shape[-1]]
+        units = pixels.reshape(len(patches.cell_order), -1)
         found = units[patches.cell_order].reshape(wanted.shape)
         assert image.media[0].grid == tuple(
             np.asarray(made["image_grid_thw"])[0, 1:] // tower.layout.cell

@@ -20,19 +20,19 @@ from tests.support.tiny_tokenizer import save_tiny_tokenizer
 
 FAMILIES = tuple(CONFIGS)
 
+QWEN = tuple(family for family in FAMILIES if family.startswith("qwen"))
 WORDS = {
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
-    "qwen2_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
-    "qwen2_5_vl": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    **dict.fromkeys(QWEN, ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")),
 }
 """Texts of the tokens of an image's rows, of its beginning and of its end."""
 
 COLOURS = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+QWEN_RULES = {"min_pixels": 16 * 16, "max_pixels": 48 * 48, "patch_size": 4, **COLOURS}
 RULES: dict[str, dict[str, Any]] = {
     "gemma3": {"size": {"height": 32, "width": 32}, "resample": 2}
     | {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
-    "qwen2_vl": {"min_pixels": 16 * 16, "max_pixels": 48 * 48, "patch_size": 4, **COLOURS},
-    "qwen2_5_vl": {"min_pixels": 16 * 16, "max_pixels": 48 * 48, "patch_size": 4, **COLOURS},
+    **dict.fromkeys(QWEN, QWEN_RULES),
 }
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}:{% if m.content is string %}{{ m.content }}"

@@ -54,6 +54,38 @@ TEXT |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
 QWEN_TEXT = {**TEXT, "num_hidden_layers": 2, "rope_parameters": MROPE}
 QWEN_TOKENS = {"image_token_id": IMAGE_ID, "vision_start_token_id": BEGIN_ID}
 QWEN_TOKENS |= {"vision_end_token_id": END_ID, "video_token_id": 303}
+QWEN3_VL_TEXT = {**TEXT, "num_hidden_layers": 3, "head_dim": 20}
+QWEN3_VL_TEXT |= {"rope_parameters": MROPE | {"mrope_section": [4, 3, 3]}}
+QWEN3_VL_VISION = {
+    "depth": 4,
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [2, 0],
+}
+QWEN3_5_TEXT = {
+    **TEXT,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]},
+}
+QWEN3_5_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {
@@ -102,27 +134,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         **QWEN_TOKENS,
     },
+    "qwen3_5": {"text_config": QWEN3_5_TEXT, "vision_config": QWEN3_5_VISION, **QWEN_TOKENS},
+    "qwen3_5_moe": {
+        "text_config": QWEN3_5_TEXT
+        | {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 34,
+            "shared_expert_intermediate_size": 46,
+        },
+        "vision_config": QWEN3_5_VISION,
+        **QWEN_TOKENS,
+    },
+    "qwen3_vl": {"text_config": QWEN3_VL_TEXT, "vision_config": QWEN3_VL_VISION, **QWEN_TOKENS},
+    "qwen3_vl_moe": {
+        "text_config": QWEN3_VL_TEXT
+        | {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 34,
+            "mlp_only_layers": [2],
+        },
+        "vision_config": QWEN3_VL_VISION,
+        **QWEN_TOKENS,
+    },
 }
 
-QWEN3_5_TEXT = {
-    **TEXT,
-    "num_hidden_layers": 2,
-    "head_dim": 32,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 20,
-}
-QWEN3_5_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "out_hidden_size": 64,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "patch_size": 4,
-    "num_position_embeddings": 16,
-}
 GEMMA4_TEXT = {
     **TEXT,
     "num_hidden_layers": 3,
@@ -155,18 +192,6 @@ TEXT_ONLY: dict[str, dict[str, Any]] = {
     "gemma4_unified": {
         "text_config": GEMMA4_TEXT,
         "vision_config": {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 20},
-    },
-    "qwen3_5": {"text_config": QWEN3_5_TEXT, "vision_config": QWEN3_5_VISION, **QWEN_TOKENS},
-    "qwen3_5_moe": {
-        "text_config": QWEN3_5_TEXT
-        | {
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 34,
-            "shared_expert_intermediate_size": 46,
-        },
-        "vision_config": QWEN3_5_VISION,
-        **QWEN_TOKENS,
     },
 }
 """Tiny models with towers that are not read."""

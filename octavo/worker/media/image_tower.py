@@ -36,7 +36,9 @@ class ImageTower:
     """Backend that prepared the Programs, with separate limits."""
 
     def encode(self, image: MediaPixels) -> Rows:
-        """Returns the decoder's rows of an image, in raster order, `[num_tokens, W]`."""
+        """Returns the decoder's rows of an image, in raster order, `[num_tokens, num_levels *
+        W]`.
+        """
         patches = cut_patches(image, self.layout, self.scale)
         vision, projector = (self.programs[name] for name in TOWER)
         batch = tower_batch(patches, vision.groups, has_class_row=self.layout.has_class_row)
@@ -50,6 +52,9 @@ class ImageTower:
             cells = rows.reshape(len(rows) // cell_rows, cell_rows, -1)
             if self.layout.splits_columns:
                 cells = cells.transpose((0, 2, 1))
+            elif self.layout.num_levels > 1:
+                levels = cells.reshape(*cells.shape[:2], self.layout.num_levels, -1)
+                cells = levels.swapaxes(1, 2)
             batch = rows_batch(cells.reshape(len(cells), -1), 1)
         runnable = self.runnables[projector.name]
         kv = self.backend.allocate(runnable.kv_layouts, [])

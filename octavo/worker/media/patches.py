@@ -41,7 +41,8 @@ class Patches:
     """An image's patches in the order of a tower's rows."""
 
     rows: NDArray[np.float32]
-    """Pixels of each patch: colors, frames, rows, columns, `[T, ...]`."""
+    """Pixels of each patch: colors, frames, rows, columns, `[T, ...]`; then the weights of
+    interpolated position embeddings, if the layout has them."""
     positions: NDArray[np.int32]
     """Positions of each patch, `[P, T]`."""
     window_starts: NDArray[np.int32]
@@ -63,12 +64,38 @@ def cut_patches(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> P
     whole = np.broadcast_to(flat, (*flat.shape[:3], layout.num_frames, size, size))
     num_patches = rows * columns * cell * cell
     ends = np.cumsum([0, *counts]) * cell * cell
+    positions = _positions(rows, columns, layout)[:, order].reshape(-1, num_patches)
+    parts = [whole.reshape(num_patches, -1)]
+    if layout.table_side is not None:
+        taps, weights = _taps(positions, rows * cell, columns * cell, layout.table_side)
+        positions = np.concatenate((positions, taps))
+        parts.append(weights.T)
     return Patches(
-        np.ascontiguousarray(whole.reshape(num_patches, -1)),
-        _positions(rows, columns, layout)[:, order].reshape(-1, num_patches),
+        np.ascontiguousarray(np.concatenate(parts, axis=1)),
+        positions,
         ends.astype(np.int32),
         np.argsort(order),
     )
+
+
+def _taps(
+    positions: NDArray[np.int32], num_rows: int, num_columns: int, side: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Returns the rows of a `side` x `side` table that are interpolated for each patch, and their
+    weights, both `[TAPS, T]`: bilinear with aligned corners, rounded as in transformers.
+    """
+    axes, one = [], np.float32(1)
+    for at, size in zip(positions, (num_rows, num_columns), strict=True):
+        place = at.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        low = np.floor(place)
+        index = low.astype(np.int32)
+        share = place - low
+        pair = (index, np.minimum(index + 1, side - 1))
+        axes.append((pair, (one - share, one - (one - share))))
+    (by_row, row_shares), (by_column, column_shares) = axes
+    taps = [row * side + column for row in by_row for column in by_column]
+    weights = [row * column for row in row_shares for column in column_shares]
+    return np.stack(taps), np.stack(weights)
 
 
 def _windows(rows: int, columns: int, window: int | None) -> tuple[NDArray[np.intp], list[int]]:
