@@ -54,7 +54,7 @@ class ImageTower:
                 cells = cells.transpose((0, 2, 1))
             elif self.layout.num_levels > 1:
                 levels = cells.reshape(*cells.shape[:2], self.layout.num_levels, -1)
-                cells = levels.swapaxes(1, 2)
+                cells = levels.swapaxes(1, 2).reshape(cells.shape)
             batch = rows_batch(cells.reshape(len(cells), -1), 1)
         runnable = self.runnables[projector.name]
         kv = self.backend.allocate(runnable.kv_layouts, [])
