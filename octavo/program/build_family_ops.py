@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.program.builder import Builder
-from octavo.program.family_ops import Columns, Concat, Mix
+from octavo.program.family_ops import Concat, Mix, SelectColumns
 from octavo.program.program import Value
 
 
@@ -20,7 +20,7 @@ def concat(b: Builder, xs: Sequence[Value]) -> Value:
 
 def columns(b: Builder, x: Value, start: int, width: int) -> Value:
     out = b.value("columns", x.axis, width)
-    b.append(Columns(x, out, start))
+    b.append(SelectColumns(x, out, start))
     return out
 
 

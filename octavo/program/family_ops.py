@@ -60,7 +60,7 @@ class Concat(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Columns(Op):
+class SelectColumns(Op):
     """Selects columns: out = x[:, start : start + W]."""
 
     x: Value

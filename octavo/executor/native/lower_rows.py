@@ -134,7 +134,7 @@ class RowLowering:
             self._copy(self._span(x), (axis, start, x.width))
             start += x.width
 
-    def lower_Columns(self, op: family_ops.Columns) -> None:
+    def lower_SelectColumns(self, op: family_ops.SelectColumns) -> None:
         axis, start, _ = self._span(op.x)
         self._copy((axis, start + op.start, op.out.width), self._span(op.out))
 

@@ -151,7 +151,7 @@ def concat(op: family_ops.Concat, step: ReferenceStep) -> Made:
     return (np.concatenate([step.get(x) for x in op.xs], axis=1),)
 
 
-def columns(op: family_ops.Columns, step: ReferenceStep) -> Made:
+def columns(op: family_ops.SelectColumns, step: ReferenceStep) -> Made:
     return (step.get(op.x)[:, op.start : op.start + op.out.width],)
 
 
@@ -480,7 +480,7 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     family_ops.KeepLargest: keep_largest,
     family_ops.Mix: mix,
     family_ops.Concat: concat,
-    family_ops.Columns: columns,
+    family_ops.SelectColumns: columns,
     family_ops.PositionScores: position_scores,
     ops.Act: act,
     ops.ActMul: act_mul,

@@ -144,7 +144,7 @@ def concat(op: family_ops.Concat, step: Step) -> Made:
     return (torch.cat([step.get(x) for x in op.xs], dim=1),)
 
 
-def columns(op: family_ops.Columns, step: Step) -> Made:
+def columns(op: family_ops.SelectColumns, step: Step) -> Made:
     return (step.get(op.x)[:, op.start : op.start + op.out.width].contiguous(),)
 
 
@@ -275,7 +275,7 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     family_ops.KeepLargest: keep_largest,
     family_ops.Mix: mix,
     family_ops.Concat: concat,
-    family_ops.Columns: columns,
+    family_ops.SelectColumns: columns,
     family_ops.PositionScores: position_scores,
     ops.Act: act,
     ops.ActMul: act_mul,

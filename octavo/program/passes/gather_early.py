@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.program.family_ops import Columns, Concat, KeepLargest, MatchMagnitude, Mix
+from octavo.program.family_ops import Concat, KeepLargest, MatchMagnitude, Mix, SelectColumns
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.ops import (
     Act,
@@ -32,7 +32,7 @@ from octavo.program.rank_ops import AllGather, AllReduce
 
 ROW_BY_ROW = (
     *(Linear, RmsNorm, LayerNorm, Add, Mul, Scale, SoftCap, Clip, Act, ActMul),
-    *(MatchMagnitude, KeepLargest, Mix, Concat, Columns),
+    *(MatchMagnitude, KeepLargest, Mix, Concat, SelectColumns),
     *(AllReduce, AllGather),
 )
 """Row-wise ops."""

@@ -362,7 +362,7 @@ class _Sharder:
         | family_ops.KeepLargest
         | family_ops.Mix
         | family_ops.Concat
-        | family_ops.Columns,
+        | family_ops.SelectColumns,
     ) -> None:
         """Replicates an op that reads complete rows."""
         whole = op.on({value: self._whole(value) for value in op.inputs})
@@ -371,7 +371,7 @@ class _Sharder:
         self._ops.append(whole)
 
     _shard_MatchMagnitude = _shard_KeepLargest = _shard_whole_row_op
-    _shard_Mix = _shard_Concat = _shard_Columns = _shard_whole_row_op
+    _shard_Mix = _shard_Concat = _shard_SelectColumns = _shard_whole_row_op
 
     def _shard_ActMul(self, op: ops.ActMul) -> None:
         (gate, up), spans = self._alike([op.gate, op.up])
