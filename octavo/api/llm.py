@@ -183,6 +183,7 @@ class LLM:
         task: SpeechTask = "transcribe",
         temperature: float = 0.0,
         timestamps: bool | None = False,
+        words: bool = False,
         prompt: str | None = None,
         seed: int | None = None,
         chunking: VoiceActivity | None = None,
@@ -193,8 +194,9 @@ class LLM:
         `language` is a code such as "en"; by default a multilingual model detects it. `task`
         "translate" translates to English. With `timestamps` segments have the timestamps that the
         model predicts, and each window begins where the last segment ended; otherwise each segment
-        is a window of 30 seconds. `prompt` is preceding text; the transcript continues its spelling
-        and style. `chunking` detects speech: silence is skipped, and windows end in pauses.
+        is a window of 30 seconds. `words` finds the time of each word. `prompt` is preceding text;
+        the transcript continues its spelling and style. `chunking` detects speech: silence is
+        skipped, and windows end in pauses.
         """
         transcriptions = self.frontend.get_transcriptions()
         options_given = SpeechOptions(
@@ -202,6 +204,7 @@ class LLM:
             task,
             temperature,
             timestamps=timestamps,
+            words=words,
             prompt=prompt,
             seed=seed,
             chunking=chunking,

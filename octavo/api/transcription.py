@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.api.errors import InvalidRequest, shown
 
@@ -23,6 +23,15 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Word:
+    """A word and when it is spoken."""
+
+    word: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Transcription:
     """Transcript of an audio file."""
 
@@ -32,6 +41,8 @@ class Transcription:
     """Code of the spoken language."""
     duration_s: float
     task: str = "transcribe"
+    words: list[Word] = field(default_factory=list)
+    """Words with their times, if they were requested."""
     error: str | None = None
     """Reason why a window failed; None on success."""
 

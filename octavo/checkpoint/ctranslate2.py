@@ -206,6 +206,7 @@ def _generation_config(config: dict[str, Any], ids: dict[str, int]) -> dict[str,
         "prev_sot_token_id": ids["<|startofprev|>"],
         "suppress_tokens": config.get("suppress_ids", []),
         "begin_suppress_tokens": config.get("suppress_ids_begin", []),
+        "alignment_heads": config.get("alignment_heads", []),
         "is_multilingual": is_multilingual,
         "lang_to_id": languages if is_multilingual else {},
         "task_to_id": (

@@ -26,7 +26,7 @@ from octavo.program.ops import (
     KvWrite,
     Linear,
 )
-from octavo.program.program import TAPS, Growth, Program, Sinusoids, Weight
+from octavo.program.program import TAPS, Growth, Program, Selection, Sinusoids, Weight
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.fp8 import FP8
 from octavo.quant.gguf import BLOCK_TYPES
@@ -421,12 +421,15 @@ def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
 
 
 def _filled(
-    shape: tuple[int, ...], fill: float | tuple[float, ...] | Sinusoids | Growth
+    shape: tuple[int, ...], fill: float | tuple[float, ...] | Sinusoids | Growth | Selection
 ) -> NDArray[np.float32]:
     """Returns a computed weight that no checkpoint contains."""
     if isinstance(fill, Growth):
         steps = (np.arange(shape[0]) + fill.shift) // fill.floor
         return (1 + fill.slope * np.log1p(steps))[:, None].astype(np.float32)
+    if isinstance(fill, Selection):
+        chosen: NDArray = np.arange(shape[1]) == np.array(fill.columns)[:, None]
+        return chosen.astype(np.float32)
     if not isinstance(fill, Sinusoids):
         return np.full(shape, np.asarray(fill, np.float32), np.float32)
     num_rows, width = shape

@@ -82,7 +82,7 @@ class AsyncJobs:
             make_requests = partial(self._sound_requests, windows, options, origin)
             outputs = await compute(await asyncio.to_thread(make_requests))
             for window, output in zip(windows, outputs, strict=True):
-                job.add_output(window, output)
+                await asyncio.to_thread(job.add_output, window, output)
         return job.result()
 
     def _sound_requests(

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 from octavo.api.errors import InvalidRequest, did_you_mean, shown
 from octavo.api.outputs import RequestOutput
 from octavo.api.sampling_params import SamplingParams
-from octavo.api.transcription import Segment, Transcription, VoiceActivity
+from octavo.api.transcription import Segment, Transcription, VoiceActivity, Word
 from octavo.engine.protocol.step import EncoderInput
 from octavo.frontend.input_processor import (
     DEFAULT_CONTEXT,
@@ -26,6 +26,7 @@ from octavo.frontend.input_processor import (
     RequestContext,
     TokenizedInput,
 )
+from octavo.frontend.words import split_words
 
 SpeechTask = Literal["transcribe", "translate"]
 
@@ -129,6 +130,22 @@ class DecodedAudio(Protocol):
         ...
 
 
+class WordAligner(Protocol):
+    """Aligns a transcript's tokens with the audio."""
+
+    def find_times(
+        self,
+        encoder_input: EncoderInput,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        duration_s: float,
+    ) -> list[float]:
+        """Returns the time at which each token begins, and the time at which the last one ends, in
+        seconds from the window's start. `duration_s`: length of the audio in the window.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SpeechOptions:
     """Options of a transcription."""
@@ -142,6 +159,8 @@ class SpeechOptions:
     """Whether segments begin and end at timestamps that the model predicts; otherwise each segment
     is a window. None: whether the model supports timestamps.
     """
+    words: bool = False
+    """Whether to find the time of each word."""
     chunking: VoiceActivity | None = None
     """Detect speech and transcribe only its parts; None: transcribe the complete audio."""
     prompt: str | None = None
@@ -155,6 +174,8 @@ class Transcriptions:
     decoder: AudioDecoder
     tokens: SpeechTokens
     inputs: InputProcessor
+    aligner: WordAligner | None = None
+    """Finds the times of words; None: not supported."""
 
     def checked(self, options: SpeechOptions) -> SpeechOptions:
         """Returns the options with defaults for all but the language; raises InvalidRequest if the
@@ -190,6 +211,12 @@ class Transcriptions:
                 "prompt: the model does not support a prompt before the transcript",
                 hint="remove it",
                 param="prompt",
+            )
+        if options.words and (self.aligner is None or self.inputs.tokenizer is None):
+            raise InvalidRequest(
+                "words: got true, but this model or backend does not support word timestamps",
+                hint="remove it, or use the native backend and a Whisper model",
+                param="words",
             )
         if options.chunking is not None:
             options.chunking.check()
@@ -228,12 +255,7 @@ class Transcriptions:
         origin: RequestContext = DEFAULT_CONTEXT,
     ) -> ParentRequest:
         tokens = self.tokens
-        prompt = [*self._before(window, options), tokens.start]
-        if tokens.languages:
-            prompt.append(tokens.languages[options.language or "en"])
-            prompt.append(tokens.tasks[options.task])
-        if tokens.no_timestamps is not None and not options.timestamps:
-            prompt.append(tokens.no_timestamps)
+        prompt = [*self._before(window, options), *self._prompt(options)]
         params = SamplingParams(
             temperature=options.temperature,
             seed=options.seed,
@@ -243,6 +265,35 @@ class Transcriptions:
             logits_processors=[TIMESTAMPS] if options.timestamps else None,
         )
         return self._prepare(request_id, window, prompt, params, origin)
+
+    def _prompt(self, options: SpeechOptions) -> list[int]:
+        """Returns the tokens that specify language, task and timestamps."""
+        tokens, prompt = self.tokens, [self.tokens.start]
+        if tokens.languages:
+            prompt.append(tokens.languages[options.language or "en"])
+            prompt.append(tokens.tasks[options.task])
+        if tokens.no_timestamps is not None and not options.timestamps:
+            prompt.append(tokens.no_timestamps)
+        return prompt
+
+    def find_words(
+        self, window: WindowInput, spans: Sequence[list[int]], options: SpeechOptions
+    ) -> list[Word]:
+        """Returns the words of a window's segments, given as text tokens."""
+        tokenizer, token_ids = self.inputs.tokenizer, [token for span in spans for token in span]
+        if self.aligner is None or tokenizer is None or not token_ids:
+            return []
+        prompt = self._prompt(replace(options, timestamps=False))
+        duration_s = window.end_s - window.start_s
+        times = self.aligner.find_times(window.encoder_input(), prompt, token_ids, duration_s)
+        words: list[Word] = []
+        first = 0
+        for span in spans:
+            for text, start, end in split_words(span, tokenizer.decode, options.language or "en"):
+                start_s, end_s = (window.start_s + times[first + at] for at in (start, end))
+                words.append(Word(text.strip(), round(start_s, 3), round(end_s, 3)))
+            first += len(span)
+        return words
 
     def _prepare(
         self,
@@ -328,6 +379,7 @@ class TranscriptionJob:
     """Start and end of the parts to transcribe, in seconds."""
     _place: tuple[int, int] = (0, 0)
     """Part of the next window, and the step at which it begins within the part."""
+    _words: list[Word] = field(default_factory=list)
     _num_windows: int = 0
     _error: str | None = None
 
@@ -373,16 +425,26 @@ class TranscriptionJob:
         if not self.options.timestamps:
             self._move(1)
             self._add(window, (window.start_s, window.end_s), list(answer.token_ids), answer.text)
+            self._add_words(window, [list(answer.token_ids)])
             return
         tokens = self.speech.tokens
         token_ids = [token for token in answer.token_ids if token not in tokens.ends]
+        kept: list[list[int]] = []
         cut = split_at_timestamps(token_ids, tokens.first_timestamp, self._steps_a_window)
         for first, last, words in cut.spans:
             start_s = min(window.start_s + first * self._step_s, window.end_s)
             end_s = min(window.start_s + last * self._step_s, window.end_s)
             if words and start_s < end_s:
                 self._add(window, (start_s, end_s), words, self.speech.text_of(words))
+                kept.append(words)
+        self._add_words(window, kept)
         self._move(cut.num_steps if self._may_overlap(cut) else self._steps_a_window)
+
+    def _add_words(self, window: WindowInput, spans: list[list[int]]) -> None:
+        if self.options.words:
+            special = {*self.speech.tokens.ends, self.speech.tokens.no_timestamps}
+            texts = [[token for token in span if token not in special] for span in spans]
+            self._words += self.speech.find_words(window, texts, self.options)
 
     def _move(self, num_steps: int) -> None:
         part, step = self._place
@@ -408,6 +470,7 @@ class TranscriptionJob:
             language=self.options.language or "en",
             duration_s=self.sound.duration_s,
             task=self.options.task,
+            words=self._words,
             error=self._error,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
@@ -151,6 +151,21 @@ def image_layout(config: Mapping[str, Any]) -> ImageLayout | None:
     hf = HfConfig(config)
     module = _module(hf.model_type)
     found: ImageLayout | None = module.image_layout(hf) if hasattr(module, "image_layout") else None
+    return found
+
+
+def build_alignment(
+    config: Mapping[str, Any], heads: Sequence[tuple[int, int]]
+) -> dict[str, Program] | None:
+    """Builds the Programs that align an encoder-decoder's output tokens with its input; None if the
+    family has none. `heads` are pairs of a decoder layer and a head; (): the family's default.
+    """
+    hf = HfConfig(config)
+    if hf.model_type not in FAMILIES:
+        return None
+    module = _module(hf.model_type)
+    has_heads = hasattr(module, "build_alignment")
+    found: dict[str, Program] | None = module.build_alignment(hf, heads) if has_heads else None
     return found
 
 

@@ -6,14 +6,14 @@ the group "cross". Lewis et al. 2020; Vaswani et al. 2017.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from octavo.api.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation, MaskKind
-from octavo.program.program import CacheGroup, Program, Sinusoids, Value, Weight
+from octavo.program.program import CacheGroup, Program, Selection, Sinusoids, Value, Weight
 
 EPS = 1e-5
 """Epsilon of every LayerNorm; not in the configs."""
@@ -113,6 +113,36 @@ class Seq2SeqStyle:
     """Whether the checkpoint has a logits bias."""
 
 
+class HeadTaps:
+    """Collects the cross-attention queries or keys of some heads, for alignments of tokens with the
+    input.
+    """
+
+    def __init__(self, heads: Sequence[tuple[int, int]], head_dim: int) -> None:
+        """`heads` are pairs of a decoder layer and a head."""
+        self.num_layers = 1 + max(layer for layer, _ in heads)
+        self._heads = heads
+        self._head_dim = head_dim
+        self._sum: Value | None = None
+
+    def add(self, b: Builder, x: Value, layer: int) -> None:
+        """Collects the layer's heads of `x [T, W]`."""
+        dim = self._head_dim
+        columns = tuple(
+            head * dim + i if own == layer else -1 for own, head in self._heads for i in range(dim)
+        )
+        if max(columns) < 0:
+            return
+        weight = Weight(f"heads.{layer}", (len(columns), x.width), fill=Selection(columns))
+        part = b.linear_from(x, weight, name="heads")
+        self._sum = part if self._sum is None else b.add(self._sum, part)
+
+    def finish(self, b: Builder) -> Program:
+        """Returns the Program whose rows are the heads' columns, in the order of `heads`."""
+        assert self._sum is not None, "there is a head"
+        return b.finish(rows=b.gather_rows(self._sum))
+
+
 def build_seq2seq(shape: Seq2SeqShape, style: Seq2SeqStyle) -> dict[str, Program]:
     return {
         "encoder": _build_encoder(shape, style),
@@ -126,7 +156,13 @@ def _build_encoder(shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
     return finish_encoder(b, x, shape, style)
 
 
-def finish_encoder(b: Builder, x: Value, shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
+def finish_encoder(
+    b: Builder,
+    x: Value,
+    shape: Seq2SeqShape,
+    style: Seq2SeqStyle,
+    taps: HeadTaps | None = None,
+) -> Program:
     """Appends the encoder's layers and writes the decoder's cross K and V."""
     for i in range(shape.encoder.num_layers):
         layer = f"model.encoder.layers.{i}"
@@ -134,18 +170,29 @@ def finish_encoder(b: Builder, x: Value, shape: Seq2SeqShape, style: Seq2SeqStyl
         x = _feed_forward(b, x, layer, shape, style, width=shape.encoder.hidden_width)
     x = b.layer_norm(x, "model.encoder.layer_norm", EPS) if style.norms_first else x
     for i in range(shape.decoder.num_layers):
-        _write_kv(b, x, f"model.decoder.layers.{i}.encoder_attn", style, group="cross", index=i)
+        k = _write_kv(b, x, f"model.decoder.layers.{i}.encoder_attn", style, group="cross", index=i)
+        if taps is not None:
+            taps.add(b, k, i)
+    if taps is not None:
+        return taps.finish(b)
     return b.finish(encoded=b.pool_rows(x, "last"))
 
 
-def build_decoder(shape: Seq2SeqShape, style: Seq2SeqStyle) -> Program:
+def build_decoder(
+    shape: Seq2SeqShape, style: Seq2SeqStyle, taps: HeadTaps | None = None
+) -> Program:
+    """Builds the decoder; with `taps` only its layers with chosen heads, whose queries it
+    returns.
+    """
     b = Builder("decoder", shape.groups, shape.vocab_size)
     x = _embedding(b, shape, style, "model.decoder")
-    for i in range(shape.decoder.num_layers):
+    for i in range(shape.decoder.num_layers if taps is None else taps.num_layers):
         layer = f"model.decoder.layers.{i}"
         x = _attend_self(b, x, layer, shape, style, group="decoder", index=i, mask="causal")
-        x = _attend_cross(b, x, layer, shape, style, index=i)
+        x = _attend_cross(b, x, layer, shape, style, index=i, taps=taps)
         x = _feed_forward(b, x, layer, shape, style, width=shape.decoder.hidden_width)
+    if taps is not None:
+        return taps.finish(b)
     x = b.gather_rows(x)
     x = b.layer_norm(x, "model.decoder.layer_norm", EPS) if style.norms_first else x
     matrix = _table(shape, style, "model.decoder") if shape.ties_head else style.head
@@ -208,13 +255,22 @@ def _attend_self(
 
 
 def _attend_cross(
-    b: Builder, x: Value, layer: str, shape: Seq2SeqShape, style: Seq2SeqStyle, *, index: int
+    b: Builder,
+    x: Value,
+    layer: str,
+    shape: Seq2SeqShape,
+    style: Seq2SeqStyle,
+    *,
+    index: int,
+    taps: HeadTaps | None = None,
 ) -> Value:
     num_heads = shape.decoder.num_heads
     module = f"{layer}.encoder_attn"
 
     def compute(h: Value) -> Value:
         q = b.linear(h, f"{module}.q_proj", shape.width, bias=True)
+        if taps is not None:
+            taps.add(b, q, index)
         scale = (shape.width // num_heads) ** -0.5
         h = b.attention(q, "cross", index, num_heads=num_heads, scale=scale, mask="full")
         return b.linear(h, f"{module}.out_proj", shape.width, bias=True)
@@ -224,10 +280,12 @@ def _attend_cross(
 
 def _write_kv(
     b: Builder, x: Value, module: str, style: Seq2SeqStyle, *, group: str, index: int
-) -> None:
+) -> Value:
+    """Appends K and V and writes them; returns K."""
     k = b.linear(x, f"{module}.k_proj", x.width, bias=style.k_bias)
     v = b.linear(x, f"{module}.v_proj", x.width, bias=True)
     b.kv_write(group, index, (k,), v)
+    return k
 
 
 def _feed_forward(

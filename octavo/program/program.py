@@ -96,6 +96,13 @@ class Growth:
     shift: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Matrix that selects inputs: row r is 1 at input columns[r], and 0 elsewhere; -1: all 0."""
+
+    columns: tuple[int, ...]
+
+
 TAPS = 3
 """Taps of a convolution over time."""
 
@@ -118,7 +125,7 @@ class Weight:
     this weight is its row row_start + (r // row_run) * row_step + r % row_run. `cut` is set on a
     rank's part of a weight; `shape` is then the part's. If `fill` is set, the checkpoint has no
     tensor: `fill` is one number for all values, the numbers of the last axis, or a rule that
-    computes them (a norm without weight, taps that select a row, sinusoids).
+    computes them (a norm without weight, a selection of inputs, sinusoids).
     """
 
     name: str
@@ -131,7 +138,7 @@ class Weight:
     row_run: int = 1
     rows_last: bool = False
     cut: Cut | None = None
-    fill: float | tuple[float, ...] | Sinusoids | Growth | None = None
+    fill: float | tuple[float, ...] | Sinusoids | Growth | Selection | None = None
     kernel: tuple[int, ...] = ()
     """Shape of the input axis in the checkpoint's tensor, such as channels, rows and columns of a
     patch, or one head's part of a vector; (): one axis."""

@@ -21,9 +21,11 @@ from octavo.frontend.transcription import (
     WindowInput,
 )
 from octavo.models.hf_config import HfConfig
+from octavo.models.registry import build_alignment
 from octavo.program.ops import ScatterRows
 from octavo.wiring.model import Model
 from octavo.wiring.speech_tokens import speech_tokens
+from octavo.wiring.word_aligner import ModelWordAligner
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +85,17 @@ def make_transcriptions(model: Model, inputs: InputProcessor) -> Transcriptions 
     tokens = speech_tokens(model.checkpoint.config | model.checkpoint.generation_config)
     if model.config.backend.backend == "torch":
         tokens = replace(tokens, num_timestamps=0)
-    return Transcriptions(ModelAudioDecoder(ear), tokens, inputs)
+    return Transcriptions(ModelAudioDecoder(ear), tokens, inputs, _make_aligner(model, ear))
+
+
+def _make_aligner(model: Model, ear: AudioReader) -> ModelWordAligner | None:
+    """Builds the alignment of words; None if the model or its backend has none."""
+    if model.config.backend.backend == "torch" or model.config.model.load_format == "dummy":
+        return None
+    given = model.checkpoint.generation_config.get("alignment_heads") or []
+    heads = [(int(layer), int(head)) for layer, head in given]
+    programs = build_alignment(model.checkpoint.config, heads)
+    if programs is None:
+        return None
+    step_s = ear.window_s / HfConfig(model.checkpoint.config).integer("max_source_positions", 1500)
+    return ModelWordAligner(model, programs, step_s)

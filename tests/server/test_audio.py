@@ -74,6 +74,23 @@ def test_openais_client_gets_the_text_of_transcribe(
             ]
 
 
+def test_words_have_times(ear: LiveServer) -> None:
+    with LLM(str(tiny_whisper()), report=quiet, threads=1) as llm:
+        (text,) = llm.transcribe(SOUND, timestamps=None, words=True, use_tqdm=False)
+    assert text.words
+    with ear.openai() as client:
+        for granularities in (["word"], ["word", "segment"]):
+            verbose = client.audio.transcriptions.create(
+                model="ear",
+                file=("speech.wav", SOUND),
+                response_format="verbose_json",
+                timestamp_granularities=granularities,
+            )
+            found = [(word.word, word.start, word.end) for word in verbose.words]
+            assert found == [(word.word, word.start_s, word.end_s) for word in text.words]
+            assert (verbose.segments is None) == (granularities == ["word"])
+
+
 BAD: dict[str, tuple[bytes | None, dict[str, str], str]] = {
     "empty": (b"", {}, "got an empty file"),
     "truncated": (SOUND[:-1000], {}, "it is truncated"),
@@ -93,7 +110,12 @@ BAD: dict[str, tuple[bytes | None, dict[str, str], str]] = {
         {"chunking_strategy[type]": "server_vad", "chunking_strategy[threshold]": "1.5"},
         "chunking_strategy: threshold: got 1.5, expected a number from 0 to 1",
     ),
-    "words": (SOUND, {"timestamp_granularities[]": "word"}, "word timestamps are not supported"),
+    "granularity": (SOUND, {"timestamp_granularities[]": "day"}, "expected segment or word"),
+    "words": (
+        SOUND,
+        {"timestamp_granularities[]": "word"},
+        "expected verbose_json, which has words",
+    ),
 }
 
 

@@ -50,7 +50,10 @@ FORM = {
                     "prompt": {"type": "string"},
                     "response_format": {"type": "string", "enum": list(FORMATS)},
                     "temperature": {"type": "number", "minimum": 0, "maximum": 1},
-                    GRANULARITIES: {"type": "string", "enum": ["segment"]},
+                    GRANULARITIES: {
+                        "type": "array",
+                        "items": {"type": "string", "enum": ["segment", "word"]},
+                    },
                     CHUNKING: {"type": "string"},
                 },
                 "required": [FILE_FIELD, "model"],
@@ -84,23 +87,27 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
         request, max_bytes=MAX_BYTES, timeout_s=service.settings.request_timeout_s
     ) as form:
         fields, file = get_fields(form), get_file(form)
+        granularities = [str(value) for value in form.getlist(GRANULARITIES)]
         if file is None:
             raise InvalidRequest(
                 "file: got none, expected a WAV, FLAC, OGG or MP3 file", param=FILE_FIELD
             )
         data = await file.read()
     answer_format = _parse_format(fields, get_ignored(request))
+    _check_granularities(granularities, answer_format)
     model = await service.model(fields.get("model", ""))
     options = SpeechOptions(
         language=fields.get("language") or None,
         task=task,
         temperature=_temperature(fields.get("temperature", "0")),
-        timestamps=_timestamps(fields.get(GRANULARITIES), answer_format),
+        timestamps=_timestamps(granularities, answer_format),
+        words="word" in granularities,
         prompt=fields.get("prompt") or None,
         chunking=_chunking(fields),
     )
     heard = _transcribe(model, data, options, get_request_context(request, None, None))
-    return _format(await cancel_on_disconnect(request.receive, heard), answer_format)
+    transcription = await cancel_on_disconnect(request.receive, heard)
+    return _format(transcription, answer_format, granularities)
 
 
 async def _transcribe(
@@ -148,19 +155,28 @@ def _parse_format(fields: dict[str, str], ignored: IgnoredFields) -> str:
     return response_format
 
 
-def _timestamps(granularity: str | None, answer_format: str) -> bool | None:
+def _check_granularities(granularities: Sequence[str], answer_format: str) -> None:
+    for granularity in granularities:
+        if granularity not in ("segment", "word"):
+            raise InvalidRequest(
+                f"{GRANULARITIES}: got {shown(granularity)}, expected segment or word",
+                param=GRANULARITIES,
+            )
+    if "word" in granularities and answer_format != "verbose_json":
+        raise InvalidRequest(
+            f"{GRANULARITIES}: got word with the response format {answer_format}, expected"
+            " verbose_json, which has words",
+            param=GRANULARITIES,
+        )
+
+
+def _timestamps(granularities: Sequence[str], answer_format: str) -> bool | None:
     """Returns whether segments need the model's timestamps; None: use them if the model supports
     them.
     """
-    if granularity not in (None, "segment"):
-        raise InvalidRequest(
-            f"{GRANULARITIES}: got {shown(granularity)}, expected segment",
-            hint="word timestamps are not supported",
-            param=GRANULARITIES,
-        )
-    if granularity is None:
-        return None if answer_format in WITH_SEGMENTS else False
-    return True
+    if "segment" in granularities:
+        return True
+    return None if answer_format in WITH_SEGMENTS else False
 
 
 def _chunking(fields: dict[str, str]) -> VoiceActivity | None:
@@ -205,7 +221,9 @@ def _temperature(text: str) -> float:
     return value
 
 
-def _format(transcription: Transcription, answer_format: str) -> Response:
+def _format(
+    transcription: Transcription, answer_format: str, granularities: Sequence[str]
+) -> Response:
     if answer_format == "text":
         return PlainTextResponse(transcription.text + "\n")
     if answer_format == "srt":
@@ -218,6 +236,14 @@ def _format(transcription: Transcription, answer_format: str) -> Response:
             "task": transcription.task,
             "language": transcription.language,
             "duration": transcription.duration_s,
+        }
+        if "word" in granularities:
+            body["words"] = [
+                {"word": word.word, "start": word.start_s, "end": word.end_s}
+                for word in transcription.words
+            ]
+    if answer_format == "verbose_json" and list(granularities) != ["word"]:
+        body |= {
             "segments": [
                 {
                     "id": segment.id,
