@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
 
-from octavo.api.errors import InvalidRequest
+from octavo.api.errors import InvalidRequest, UnsupportedModel
 from octavo.audio.log_mel import LogMel
 from octavo.audio.word_alignment import find_token_steps
 from octavo.frontend.words import split_words
@@ -100,8 +100,6 @@ def test_words_follow_each_other_over_windows(tmp_path: Path) -> None:
 
 
 def test_an_unknown_head_is_rejected(tmp_path: Path) -> None:
-    from octavo.api.errors import UnsupportedModel
-
     path = speech_model(tmp_path, alignment_heads=[[9, 0]])
     with pytest.raises(UnsupportedModel, match=r"alignment_heads has \[9, 0\], expected layers up"):
         make_llm(model_path=path, backend="native", **OPTIONS)

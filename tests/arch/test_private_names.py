@@ -16,6 +16,7 @@ FOREIGN = {
     "_from_config",  # of transformers
     "_model_mapping",  # of transformers
     "_retrieve_segment",  # of transformers
+    *("_combine_tokens_into_words", "_dynamic_time_warping", "_median_filter"),  # of transformers
     "_relative_position_bucket",  # of transformers
     "_init_args_hst",  # of Triton's interpreter
 }
