@@ -25,9 +25,6 @@ class EncoderInputs:
     """Default tokens that the decoder begins with; () if the model's config defines none."""
     max_tokens: int
     """Maximum length of an encoder input, in tokens."""
-    banned_token_ids: tuple[int, ...] = ()
-    """Tokens that the model's config excludes from sampling."""
-
     hears: bool = False
     """Whether the encoder's input is audio instead of text."""
 

@@ -121,8 +121,11 @@ class InputProcessor:
         grammars: LazyGrammars | None = None,
         images: ImageReader | None = None,
         encoder: EncoderInputs | None = None,
+        banned_token_ids: Iterable[int] = (),
     ) -> None:
-        """`encoder`: only for encoder-decoder models."""
+        """`encoder`: only for encoder-decoder models. `banned_token_ids`: tokens that the model's
+        config excludes from sampling.
+        """
         self.limits = limits
         self.prompts = PromptInputs(tokenizer, limits.prompts, ImageInputs(images), encoder)
         """Converts texts, ids and conversations to token ids."""
@@ -137,6 +140,8 @@ class InputProcessor:
         self._eos_token_ids = [
             token for token in dict.fromkeys(eos_token_ids) if token < limits.vocab_size
         ]
+        banned = (token for token in banned_token_ids if 0 <= token < limits.vocab_size)
+        self._banned = dict.fromkeys(banned, -MAX_BIAS)
         self._seed = seed
         self._scheduling_policy = scheduling_policy
         self._priority_function = priority_function
@@ -180,7 +185,10 @@ class InputProcessor:
             self._check_beams(len(token_ids), params)
         params = self.params.resolve(params)
         if self.encoder is not None:
-            params = _for_encoder(params, self.encoder)
+            _check_encoder_params(params)
+        if self._banned:
+            bias = {**(params.logit_bias or {}), **self._banned}
+            params = msgspec.structs.replace(params, logit_bias=bias)
         if params.prompt_logprob_start is not None:
             _check_prompt_logprob_start(params.prompt_logprob_start, len(token_ids))
         own, grammar = params, None
@@ -358,10 +366,8 @@ class InputProcessor:
         return int.from_bytes(digest, "little", signed=True)
 
 
-def _for_encoder(params: SamplingParams, encoder: EncoderInputs) -> SamplingParams:
-    """Returns the params of an encoder-decoder request, with the tokens that the model's config
-    bans.
-    """
+def _check_encoder_params(params: SamplingParams) -> None:
+    """Raises InvalidRequest if the params of an encoder-decoder request are not supported."""
     if params.prompt_logprobs is not None:
         raise InvalidRequest(
             f"prompt_logprobs: got {params.prompt_logprobs}, which an encoder-decoder does not"
@@ -369,10 +375,6 @@ def _for_encoder(params: SamplingParams, encoder: EncoderInputs) -> SamplingPara
             hint="remove prompt_logprobs (and echo with logprobs)",
             param="prompt_logprobs",
         )
-    if not encoder.banned_token_ids:
-        return params
-    banned = dict.fromkeys(encoder.banned_token_ids, -MAX_BIAS)
-    return msgspec.structs.replace(params, logit_bias={**(params.logit_bias or {}), **banned})
 
 
 def _check_prompt_logprob_start(start: int, num_prompt_tokens: int) -> None:

@@ -259,7 +259,7 @@ class ModelInfo:
     max_encoder_tokens: int = 0
     """Longest encoder input; 0 without an encoder."""
     banned_token_ids: tuple[int, ...] = ()
-    """Tokens that are never sampled."""
+    """Tokens that generation_config.json excludes from sampling."""
 
 
 def model_info(
@@ -288,7 +288,7 @@ def model_info(
         is_encoder_decoder=has_encoder,
         decoder_prompt=_decoder_prompt(HfConfig(ids)) if has_encoder else (),
         max_encoder_tokens=_encoder_context(hf) if has_encoder else 0,
-        banned_token_ids=_banned(HfConfig(ids)) if has_encoder else (),
+        banned_token_ids=_banned(HfConfig(ids)),
     )
 
 

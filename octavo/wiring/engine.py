@@ -170,9 +170,15 @@ def encoder_inputs(model: Model) -> EncoderInputs | None:
     info, max_tokens = model.info, model.config.model.max_encoder_len
     if max_tokens is None:
         return None
-    return EncoderInputs(
-        info.decoder_prompt, max_tokens, info.banned_token_ids, accepts_audio(model)
-    )
+    return EncoderInputs(info.decoder_prompt, max_tokens, accepts_audio(model))
+
+
+def banned_token_ids(model: Model) -> tuple[int, ...]:
+    """Returns the tokens that are never sampled: those of generation_config.json, unless
+    --generation-config selects another source.
+    """
+    is_own = model.info.is_encoder_decoder or model.config.model.generation_config == "auto"
+    return model.info.banned_token_ids if is_own else ()
 
 
 def _close(publishers: Iterable[KVEventPublisher]) -> None:
@@ -216,6 +222,7 @@ def _build_frontend(
         grammars=grammars,
         images=make_image_reader(model.config, model.checkpoint, tokenizer),
         encoder=encoder_inputs(model),
+        banned_token_ids=banned_token_ids(model),
     )
     sampling = sampling_defaults(
         model.config.model,

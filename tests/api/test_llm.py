@@ -10,6 +10,8 @@ import time
 
 import numpy as np
 import pytest
+import torch
+from transformers import SuppressTokensLogitsProcessor
 
 from octavo import LLM, SamplingParams
 from octavo.api.errors import ConfigError, ContextTooLong, InvalidRequest, OctavoError
@@ -91,6 +93,29 @@ def test_without_params_the_models_defaults_hold(tmp_path):
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.top_k, params.max_tokens) == (0.25, 7, 3)
         assert len(llm.generate(prompts_of(4))[0].outputs[0].token_ids) <= 3
+
+
+def test_suppressed_tokens_are_never_sampled(tmp_path):
+    """As in transformers: `suppress_tokens`, and `bad_words_ids` of one token."""
+    model, (ids,) = tiny_model("llama"), prompts_of(9)
+    prompt = {"prompt_token_ids": ids}
+    shutil.copytree(model.path, tmp_path, dirs_exist_ok=True)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with make_llm() as llm:
+        first, second, *_ = dict.fromkeys(llm.generate(prompt, params)[0].outputs[0].token_ids)
+    given = {"suppress_tokens": [first], "bad_words_ids": [[second], [5, 6]]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    ban = SuppressTokensLogitsProcessor([first, second], device="cpu")
+    wanted = torch.tensor([ids])
+    for _ in range(6):
+        with torch.no_grad():
+            logits = ban(wanted, model.model(wanted).logits[:, -1])
+        wanted = torch.cat((wanted, logits.argmax(-1, keepdim=True)), 1)
+    with make_llm(model_path=tmp_path, generation_config="auto") as llm:
+        sampled = llm.generate(prompt, params)[0].outputs[0].token_ids
+    assert list(sampled) == wanted[0, len(ids) :].tolist()
+    with make_llm(model_path=tmp_path, generation_config="vllm") as llm:
+        assert first in llm.generate(prompt, params)[0].outputs[0].token_ids
 
 
 def test_unseeded_requests_draw_seeds_from_the_engines(llm):
