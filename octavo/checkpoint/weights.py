@@ -18,6 +18,7 @@ from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.checkpoint.tensor_check import is_turned
 from octavo.program.expert_ops import GroupedLinear, Route
+from octavo.program.family_ops import Xielu
 from octavo.program.ops import (
     Act,
     ActMul,
@@ -26,7 +27,16 @@ from octavo.program.ops import (
     KvWrite,
     Linear,
 )
-from octavo.program.program import TAPS, Growth, Program, Selection, Sinusoids, Weight
+from octavo.program.program import (
+    TAPS,
+    Fill,
+    Growth,
+    PowerGrowth,
+    Program,
+    Selection,
+    Sinusoids,
+    Weight,
+)
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.fp8 import FP8
 from octavo.quant.gguf import BLOCK_TYPES
@@ -109,7 +119,7 @@ def sensitive_weights(program: Program) -> set[Weight]:
     and by 3.8% with all of them (shuffled channels, full text of Opticks).
     """
     activated = {
-        out.name for op in program.ops if isinstance(op, Act | ActMul) for out in op.outputs
+        out.name for op in program.ops if isinstance(op, Act | ActMul | Xielu) for out in op.outputs
     }
     linears = [op for op in program.ops if isinstance(op, Linear)]
     downs = [op for op in linears if op.x.name in activated]
@@ -420,9 +430,7 @@ def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
         ) from None
 
 
-def _filled(
-    shape: tuple[int, ...], fill: float | tuple[float, ...] | Sinusoids | Growth | Selection
-) -> NDArray[np.float32]:
+def _filled(shape: tuple[int, ...], fill: Fill) -> NDArray[np.float32]:
     """Returns a computed weight that no checkpoint contains."""
     if isinstance(fill, Growth):
         steps = (np.arange(shape[0]) + fill.shift) // fill.floor
@@ -430,6 +438,9 @@ def _filled(
     if isinstance(fill, Selection):
         chosen: NDArray = np.arange(shape[1]) == np.array(fill.columns)[:, None]
         return chosen.astype(np.float32)
+    if isinstance(fill, PowerGrowth):
+        grown = (np.arange(shape[0]) + fill.shift) / fill.start
+        return np.exp(fill.exponent * np.log1p(grown))[:, None].astype(np.float32)
     if not isinstance(fill, Sinusoids):
         return np.full(shape, np.asarray(fill, np.float32), np.float32)
     num_rows, width = shape

@@ -4,12 +4,13 @@ softmax and values that a model computes itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
-from octavo.derive.capture import AttentionMask, Captured
+from octavo.derive.capture import AttentionMask, Captured, keys_seen
 from octavo.derive.formulas import FAR_TOLERANCE, are_equal
 from octavo.derive.graph import MOVES, SAME, TracedGraph, name_of
 from octavo.derive.regions import draw
@@ -29,12 +30,13 @@ PRODUCTS = frozenset(("aten.matmul", "aten.bmm", "aten.baddbmm"))
 class AttentionDeriver:
     """Lowers the attention of one graph."""
 
-    def __init__(self, state: LoweringState) -> None:
+    def __init__(self, state: LoweringState, own_masks: Sequence[AttentionMask] | None) -> None:
         self._state = state
         self._graph = state.graph
         self._emitter = state.emitter
-        self.has_own = False
-        """Whether the model computes attention without transformers' interface."""
+        self.num_own = 0
+        """Number of layers whose attention the model computes without transformers' interface."""
+        self._own_masks = own_masks
         self._groups: dict[tuple[GroupKind, int, int, int, int | None], tuple[str, int]] = {}
         self._layers: dict[Any, tuple[str, int]] = {}
 
@@ -190,9 +192,10 @@ class AttentionDeriver:
         found = self._rule(weights, cast(Node, q), cast(Node, k))
         if found is None:
             raise self._state.rejected(weights, f"attention of another kind ({weights.name})")
-        self.has_own = True
         scale, bias = found
-        out = self._attend(cast(Any, maps), scale, AttentionMask("causal"), bias=bias)
+        mask = AttentionMask("causal") if self._own_masks is None else self._own_masks[self.num_own]
+        self.num_own += 1
+        out = self._attend(cast(Any, maps), scale, mask, bias=bias)
         shape = self._graph.shape(node)
         self._state.set_result(node, out, len(shape) - 2)
         self._state.anchors.add(node)
@@ -249,21 +252,26 @@ def find_scores(graph: TracedGraph, softmax: Node) -> Node | None:
     return None
 
 
-def have_causal_masks(captured: Captured) -> bool:
-    """Whether every softmax of attention scores is causal in a text of the captured length: each
-    query reads all keys up to its own position, and no later one.
+def find_own_masks(captured: Captured) -> list[AttentionMask] | None:
+    """Returns the masks of the attention that a model computes itself, in order, identified in a
+    text of the captured length; None if one is neither causal nor a window.
     """
     graph = TracedGraph(captured)
+    masks = []
     for node in graph.nodes:
         scores = find_scores(graph, node) if name_of(node) in SOFTMAX else None
         if scores is None:
             continue
         zeros = torch.zeros(graph.shape(scores), dtype=torch.float64)
-        weights = graph.run(node, {scores: zeros}, {})
-        causal = torch.ones(weights.shape[-2:]).tril().bool()
-        if not bool(((weights > 0) == causal).all()):
-            return False
-    return True
+        seen = graph.run(node, {scores: zeros}, {}) > 0
+        count = seen.shape[-1]
+        size = int(seen.reshape(-1, count)[-1].sum())
+        mask = AttentionMask("causal") if size == count else AttentionMask("window", size)
+        places = torch.arange(count)
+        if not bool((seen == keys_seen(mask, places[:, None], places)).all()):
+            return None
+        masks.append(mask)
+    return masks
 
 
 def _scores_of(q: torch.Tensor, k: torch.Tensor, heads: int) -> torch.Tensor:

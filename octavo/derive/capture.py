@@ -252,7 +252,7 @@ def identify_mask(function: Callable[..., Any]) -> AttentionMask | None:
             candidates.append(AttentionMask("chunk", size))
     for mask in candidates:
         rows = (0, 1, 2, 100, mask.size - 1, mask.size, mask.size + 1, far - 3, far)
-        if all(bool((sees(q, keys) == _seen(mask, q, keys)).all()) for q in rows if q >= 0):
+        if all(bool((sees(q, keys) == keys_seen(mask, q, keys)).all()) for q in rows if q >= 0):
             return mask
     return None
 
@@ -266,7 +266,8 @@ def _chunk_size(sees: Callable[[int, torch.Tensor], torch.Tensor], keys: torch.T
     return low + 1
 
 
-def _seen(mask: AttentionMask, query: int, keys: torch.Tensor) -> torch.Tensor:
+def keys_seen(mask: AttentionMask, query: int | torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Returns whether a query reads each key; of a causal mask, a window or a chunk."""
     causal = keys <= query
     if mask.kind == "window":
         return causal & (keys > query - mask.size)

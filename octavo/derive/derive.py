@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from octavo.api.errors import UnsupportedModel
-from octavo.derive.attention import have_causal_masks
-from octavo.derive.capture import capture, reject
+from octavo.derive.attention import find_own_masks
+from octavo.derive.capture import AttentionMask, capture, reject
 from octavo.derive.lower import ProgramLowering
 from octavo.derive.verify import (
     layer_kinds,
@@ -22,6 +22,7 @@ from octavo.derive.verify import (
     shorten_windows,
     shrink,
     verify,
+    windows,
 )
 from octavo.models.derived import program_path
 from octavo.program.program import Program
@@ -31,7 +32,10 @@ from octavo.worker.machine import Machine
 LONG = 211
 """Tokens of the text on which masks that a model makes itself are tested."""
 
-VERSION = 2
+MAX_OWN_WINDOW = 512
+"""Largest window that is identified in masks that a model makes itself."""
+
+VERSION = 3
 """Version of this package's derivation; stored with each Program."""
 
 
@@ -43,13 +47,27 @@ def lower(config: Mapping[str, Any]) -> Program:
     try:
         lowering = ProgramLowering(captured, config)
         program = lowering.program()
-        if lowering.has_own_attention:
-            count = min(LONG, captured.max_positions or LONG)
-            if not have_causal_masks(capture(shorten_windows(config), count)):
-                raise reject(str(config["model_type"]), "attention does not read all earlier keys")
-        return program
+        if not lowering.has_own_attention:
+            return program
+        masks = _own_masks(config, captured.max_positions)
+        if all(mask.kind == "causal" for mask in masks):
+            return program
+        return ProgramLowering(captured, config, masks).program()
     finally:
         torch.set_default_dtype(default)
+
+
+def _own_masks(config: Mapping[str, Any], max_positions: int) -> list[AttentionMask]:
+    """Returns the masks that a model makes itself, tested on a text longer than its windows; larger
+    windows than MAX_OWN_WINDOW are rejected.
+    """
+    shortened = shorten_windows(config, MAX_OWN_WINDOW + 1)
+    count = max(LONG, 2 * max(windows(shortened), default=0) + 7)
+    masks = find_own_masks(capture(shortened, min(count, max_positions or count)))
+    known = {size for size in windows(config) if size <= MAX_OWN_WINDOW}
+    if masks is None or not {mask.size for mask in masks if mask.kind == "window"} <= known:
+        raise reject(str(config["model_type"]), "attention does not read all earlier keys")
+    return masks
 
 
 def derive(config: Mapping[str, Any], report: Callable[[str], None]) -> Program:

@@ -7,7 +7,7 @@ between them and earlier lowered nodes computes the same as an op, which is dete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from octavo.derive.attention import AttentionDeriver
-from octavo.derive.capture import Captured
+from octavo.derive.capture import AttentionMask, Captured
 from octavo.derive.convolution import ConvolutionDeriver
 from octavo.derive.emitter import Emitter, GraphMatmul, remove_unread, sample_rows
 from octavo.derive.graph import MOVES, SAME, TracedGraph, call, name_of
@@ -30,9 +30,18 @@ from octavo.program.program import Program, Value
 
 
 class ProgramLowering:
-    """Turns the nodes of one graph into ops."""
+    """Turns the nodes of one graph into ops.
 
-    def __init__(self, captured: Captured, config: Mapping[str, Any]) -> None:
+    `own_masks` are the masks of the attention that the model computes itself, in order; None: all
+    causal.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        config: Mapping[str, Any],
+        own_masks: Sequence[AttentionMask] | None = None,
+    ) -> None:
         graph = TracedGraph(captured)
         model_type = str(config["model_type"])
         weights = Weights(captured, graph, model_type)
@@ -50,14 +59,14 @@ class ProgramLowering:
         self._experts = ExpertDeriver(self._state)
         self._partial: dict[Node, Any] = {}
         """Element numbers of tensors that are only partly written so far."""
-        self._attention = AttentionDeriver(self._state)
+        self._attention = AttentionDeriver(self._state, own_masks)
         self._convolutions = ConvolutionDeriver(self._state, self._attention)
         self._ids = Value("token_ids", "tokens", 1, "int")
 
     @property
     def has_own_attention(self) -> bool:
         """Whether the model computes attention without transformers' interface."""
-        return self._attention.has_own
+        return self._attention.num_own > 0
 
     def program(self) -> Program:
         for node in self._graph.nodes:

@@ -26,10 +26,12 @@ from octavo.derive.regions import (
     find_norm,
     find_rope,
     find_sinusoids,
+    find_xielu,
     numbers_in,
 )
 from octavo.derive.rows import RowMap
 from octavo.derive.state import LoweringState
+from octavo.program.family_ops import Xielu
 from octavo.program.ops import Act, ActMul, Add, Embedding, LayerNorm, Mul, RmsNorm, Scale, SoftCap
 from octavo.program.program import Op, Value, Weight
 
@@ -117,6 +119,7 @@ class Prober:
             elif len(names) == 1 and self._with_vector(node, names[0], rows, x, region):
                 return True
             op = op or find_norm(region, x, out, rows.shape[-1], shapes, [*literals(nodes)])
+            op = op or find_xielu(region, x, out, shapes)
         if op is not None:
             self._emit(node, rows, op)
         if op is not None and order is not None:
@@ -160,15 +163,18 @@ class Prober:
     def _with_vector(  # a region by its node, parameter, input and function
         self, node: Node, name: str, rows: RowMap, x: Value, region: Region
     ) -> bool:
-        """Lowers a sum or product of rows and a parameter of one element or one per column."""
-        shape = self._state.captured.shapes[name]
-        if shape not in ((1,), (x.width,)):
+        """Lowers a sum or product of rows and a parameter of one element or one per column or
+        head.
+        """
+        shape = self._state.captured.shapes[name] or (1,)
+        if len(shape) != 1 or x.width % shape[0]:
             return False
         values, parameters = (
             draw((self._state.num_tokens, x.width), 11),
             draw_parameters({name: shape}),
         )
-        vector, result = parameters[name], region(values, parameters)
+        vector = parameters[name].repeat_interleave(x.width // shape[0])
+        result = region(values, parameters)
         kind = next(
             (
                 kind
@@ -177,14 +183,22 @@ class Prober:
             ),
             None,
         )
-        if kind is None or (kind is Add and shape != (x.width,)):  # Add does not broadcast
+        if kind is None:
             return False
         stored = self._state.weights.whole(name)
         row = self._emitter.value(stored.name, "tokens", shape[0])
         table = Weight(stored.name, (1, *shape), (stored.name,))
         self._emitter.append(Embedding(row, table, by_position=True, others_first=True))
+        if kind is Add and shape != (x.width,):  # Add does not broadcast
+            row = self._emitter.mul(self._ones(x.width), row)
         self._emit(node, rows, kind(x, row, Value("out", "tokens", x.width)))
         return True
+
+    def _ones(self, width: int) -> Value:
+        ones = self._emitter.value("ones", "tokens", width)
+        table = Weight("ones", (1, width), fill=1.0)
+        self._emitter.append(Embedding(ones, table, by_position=True, others_first=True))
+        return ones
 
     def _binary(self, node: Node, first: Node, second: Node) -> bool:
         a, b = self._state.rows[first], self._state.rows[second]
@@ -195,8 +209,9 @@ class Prober:
         if self._graph.shape(node) != a.shape or self._graph.cone(node, [first, second])[1]:
             return False
         missing = (1,) * (len(a.shape) - len(b.shape))
-        is_broadcast = y.width in (1, x.width)
-        if not is_broadcast or (*missing, *b.shape) not in (a.shape, (*a.shape[:-1], 1)):
+        by_rows = y.width == 1 or y.width * a.shape[-1] == x.width
+        shape = (*missing, *b.shape)
+        if shape != a.shape and not (by_rows and shape == (*a.shape[:-1], 1)):
             return False
 
         def region(one: Any, other: Any, *, is_far: bool = False) -> Any:
@@ -231,10 +246,12 @@ class Prober:
         self._state.set_result(node, out, like.axis)
 
     def _with_weights(self, op: Op) -> Op:
-        """Returns a norm whose parameters are replaced by the checkpoint's tensors."""
+        """Returns an op whose parameters are replaced by the checkpoint's tensors."""
+        whole = self._state.weights.whole
+        if isinstance(op, Xielu):
+            return Xielu(op.x, op.out, *(whole(weight.name) for weight in op.weights))
         if not isinstance(op, RmsNorm | LayerNorm) or op.weight.fill is not None:
             return op
-        whole = self._state.weights.whole
         if isinstance(op, LayerNorm) and op.bias is not None:
             op = replace(op, bias=whole(op.bias.name))
         return replace(op, weight=whole(op.weight.name))

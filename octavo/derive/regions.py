@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 from typing import Any, Literal, get_args
 
 import torch
 
 from octavo.derive.formulas import are_equal, evaluate
+from octavo.program.family_ops import Xielu
 from octavo.program.ops import (
     Act,
     Activation,
@@ -30,7 +31,7 @@ from octavo.program.ops import (
     Scale,
     SoftCap,
 )
-from octavo.program.program import Growth, Op, Sinusoids, Value, Weight
+from octavo.program.program import Growth, Op, PowerGrowth, Sinusoids, Value, Weight
 
 Region = Callable[[Any, Mapping[str, Any]], Any]
 """A region's output `[T, W]` for its input `[T, W]` and parameters by name."""
@@ -107,6 +108,30 @@ def find_norm(  # noqa: PLR0917  # a region, its Values, and what its norm may b
             for weight in op.weights
         }
         if all(are_equal(evaluate(op, {x: case}, weights)[0], result) for case, result in cases):
+            return op
+    return None
+
+
+def find_xielu(region: Region, x: Value, out: Value, shapes: Shapes) -> Xielu | None:
+    """Finds an xIELU activation with four trained numbers."""
+    vectors = [name for name, shape in shapes.items() if shape == (1,)]
+    numbers = [name for name, shape in shapes.items() if shape == ()]
+    if len(shapes) != 4 or len(vectors) != 2 or len(numbers) != 2:
+        return None
+    cases = []
+    for seed, eps in enumerate((-1e-6, -0.3)):
+        parameters = {name: draw((), 14 + seed + i) + 0.5 for i, name in enumerate(shapes)}
+        cases.append((draw((7, x.width), 18 + seed) * 2, parameters, eps))
+    for pair, (beta, eps_name) in product(permutations(vectors), permutations(numbers)):
+        roles = (*pair, beta, eps_name)
+        op = Xielu(x, out, *(Weight(name, (1,)) for name in roles))
+        for rows, parameters, eps in cases:
+            given = {**parameters, eps_name: torch.tensor(eps, dtype=torch.float64)}
+            own = {weight: given[weight.name].reshape(1) for weight in op.weights}
+            shaped = {name: given[name].reshape(shape) for name, shape in shapes.items()}
+            if not are_equal(evaluate(op, {x: rows}, own)[0], region(rows, shaped)):
+                break
+        else:
             return op
     return None
 
@@ -252,7 +277,9 @@ def find_sinusoids(near: Any, far: Any, far_position: int) -> tuple[Sinusoids, i
     return None
 
 
-def find_growth(near: Any, far: Any, far_position: int, numbers: Sequence[float]) -> Growth | None:
+def find_growth(
+    near: Any, far: Any, far_position: int, numbers: Sequence[float]
+) -> Growth | PowerGrowth | None:
     """Identifies factors that grow with the position, given as rows `[T, W]` at the first positions
     and from `far_position` on. `numbers` are the candidates for the settings. Returns None if none
     match.
@@ -267,7 +294,35 @@ def find_growth(near: Any, far: Any, far_position: int, numbers: Sequence[float]
                     for rows, first in cases
                 ):
                     return Growth(floor, slope, shift)
+    return _find_power(near, far, far_position)
+
+
+def _find_power(near: Any, far: Any, far_position: int) -> PowerGrowth | None:
+    """Identifies factors that are a power of the position, as in `find_growth`."""
+    count = len(near)
+    for shift in (0, 1):
+        first, last = count - 1 + shift, far_position + count - 1 + shift
+        grown = float(far[-1, 0].log()), float(near[-1, 0].log())
+        if min(grown) <= 0:
+            return None
+        low, high = 0.0, 40.0  # logarithm of the start, which raises the ratio of the factors
+        for _ in range(100):
+            middle = (low + high) / 2
+            ratio = math.log1p(last / math.exp(middle)) / math.log1p(first / math.exp(middle))
+            low, high = (middle, high) if ratio < grown[0] / grown[1] else (low, middle)
+        start = round(math.exp(low))
+        exponent = round(grown[0] / math.log1p(last / start), 12)
+        cases = ((near, 0), (far, far_position))
+        if all(
+            are_equal(rows, _powers(begin + torch.arange(count) + shift, start, exponent, rows))
+            for rows, begin in cases
+        ):
+            return PowerGrowth(start, exponent, shift)
     return None
+
+
+def _powers(positions: Any, start: int, exponent: float, like: Any) -> Any:
+    return torch.exp(exponent * torch.log1p(positions.double() / start))[:, None].expand(like.shape)
 
 
 def _grown(positions: Any, floor: int, slope: float, shift: int, like: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from octavo.executor.base import LoadWeight
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.executor.reference.backend import ReferenceBackend
 from octavo.program.ops import Attention
-from octavo.program.program import Op, Program, Sinusoids
+from octavo.program.program import Op, PowerGrowth, Program, Sinusoids
 from octavo.worker.calibration import whole_text
 
 NUM_TOKENS = 48
@@ -41,7 +41,7 @@ TOLERANCE = 1e-9
 """Maximum difference of logits, relative to the largest logit, in float64."""
 
 TABLE_TOLERANCE = 1e-7
-"""The same for Programs with tables of sines, which are in fp32."""
+"""The same for Programs with tables of sines or powers, which are in fp32."""
 
 WINDOW_KEYS = ("window", "attention_chunk", "local_attention")
 """Substrings of the config keys of windows and chunks."""
@@ -85,15 +85,24 @@ def shrink(config: Mapping[str, Any], count: int) -> dict[str, Any]:
     return small
 
 
-def shorten_windows(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config with windows and chunks of at most WINDOW tokens."""
+def shorten_windows(config: Mapping[str, Any], longest: int = WINDOW) -> dict[str, Any]:
+    """Returns the config with windows and chunks of at most `longest` tokens."""
     short = dict(config)
     for key, value in config.items():
         if isinstance(value, dict):
-            short[key] = shorten_windows(value)
+            short[key] = shorten_windows(value, longest)
         elif type(value) is int and any(part in str(key) for part in WINDOW_KEYS):
-            short[key] = min(value, WINDOW)
+            short[key] = min(value, longest)
     return short
+
+
+def windows(config: Mapping[str, Any]) -> Iterator[int]:
+    """Yields the sizes of a config's windows and chunks."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from windows(value)
+        elif type(value) is int and any(part in str(key) for part in WINDOW_KEYS):
+            yield value
 
 
 def layer_kinds(program: Program) -> list[tuple[Any, ...]]:
@@ -167,7 +176,8 @@ def verify(program: Program, config: Mapping[str, Any]) -> None:
 
 def tolerance(program: Program) -> float:
     """Returns the maximum difference of logits that rounding may cause."""
-    has_table = any(isinstance(weight.fill, Sinusoids) for weight in program.weights)
+    tables = Sinusoids | PowerGrowth
+    has_table = any(isinstance(weight.fill, tables) for weight in program.weights)
     return TABLE_TOLERANCE if has_table else TOLERANCE
 
 

@@ -59,10 +59,10 @@ class Weights:
         return self._graph.parameter(node) if isinstance(node, Node) else None
 
     def whole(self, name: str) -> Weight:
-        """Returns a complete parameter, which the checkpoint stores in one tensor."""
-        shape = self._captured.shapes[name]
-        if not shape:
-            raise reject(self._model_type, f"{name} is a single number")
+        """Returns a complete parameter, which the checkpoint stores in one tensor; a single number
+        as a vector.
+        """
+        shape = self._captured.shapes[name] or (1,)
         pieces = self._captured.stored.find(name, range(shape[0]))
         if len(pieces) != 1 or pieces[0].rows != (*range(pieces[0].total),):
             raise reject(self._model_type, f"{name} is put together from several tensors")

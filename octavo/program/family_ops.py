@@ -36,6 +36,23 @@ class KeepLargest(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class Xielu(Op):
+    """Activation with trained parameters (Apertus): out = positive * x^2 + beta * x if x > 0, else
+    negative * (exp(min(x, eps)) - 1 - x) + beta * x, with positive = softplus(alpha_p) and negative
+    = beta + softplus(alpha_n). Huang and Schlag 2024.
+
+    `x [T, W]`; the weights are `[1]`.
+    """
+
+    x: Value
+    out: Value
+    alpha_p: Weight
+    alpha_n: Weight
+    beta: Weight
+    eps: Weight
+
+
+@dataclass(frozen=True, slots=True)
 class Mix(Op):
     """Per-row weighted sums: outs[i] = bases[i] + sum over k of (coefs[:, i * K + k] + offset) *
     xs[k].

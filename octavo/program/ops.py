@@ -19,7 +19,7 @@ from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
 from octavo.program.key_selection import KeySelection
 from octavo.program.program import Op, Program, Value, Weight
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh", "softplus"]
 MaskKind = Literal["causal", "full", "window", "chunk", "tree"]
 
 
@@ -239,7 +239,9 @@ class Add(Op):
 
 @dataclass(frozen=True, slots=True)
 class Mul(Op):
-    """out = a * b; `b` has the width of `a`, or width 1 and is broadcast."""
+    """out = a * b; `b` has the width of `a`, or fewer columns, each for equally many neighbouring
+    columns of `a`: one for all, or one per head.
+    """
 
     a: Value
     b: Value

@@ -103,6 +103,17 @@ class Selection:
     columns: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PowerGrowth:
+    """Table of scaling factors that grow with position p: (1 + (p + shift) / start)^exponent, as
+    Beam scales queries.
+    """
+
+    start: int
+    exponent: float
+    shift: int = 0
+
+
 TAPS = 3
 """Taps of a convolution over time."""
 
@@ -110,6 +121,9 @@ StoredAs = Literal["", "row", "heads", "tap", "run"]
 """Checkpoint layout of a weight with a different shape: `row`: `[1, n]`; `tap`: one tap of a
 convolution `[out, in, TAPS]`; `run`: such a convolution with a bias, applied to one of TAPS runs of
 rows and a 1, `[out, TAPS * (TAPS * in + 1)]`."""
+
+
+Fill = float | tuple[float, ...] | Sinusoids | Growth | PowerGrowth | Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +152,7 @@ class Weight:
     row_run: int = 1
     rows_last: bool = False
     cut: Cut | None = None
-    fill: float | tuple[float, ...] | Sinusoids | Growth | Selection | None = None
+    fill: Fill | None = None
     kernel: tuple[int, ...] = ()
     """Shape of the input axis in the checkpoint's tensor, such as channels, rows and columns of a
     patch, or one head's part of a vector; (): one axis."""

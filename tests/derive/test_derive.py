@@ -127,6 +127,12 @@ CHANGES = [
     ("glm4_moe", Route, lambda op: replace(op, score="softmax")),
     ("qwen2_moe", Route, lambda op: replace(op, normalize=not op.normalize)),
     ("qwen2_moe", Route, lambda op: replace(op, top_k=op.top_k - 1)),
+    ("qwen2_moe", Route, lambda op: replace(op, score="sigmoid")),
+    ("gpt_oss", Attention, lambda op: replace(op, sinks=None)),
+    ("gpt_oss", ActMul, lambda op: replace(op, clamp=None)),
+    ("gpt_oss", ActMul, lambda op: replace(op, alpha=op.alpha + 0.001)),
+    ("gpt_oss", ActMul, lambda op: replace(op, up_offset=0.0)),
+    ("mpt", Attention, lambda op: replace(op, bias=None)),
     ("cohere2", Attention, lambda op: replace(op, window=op.window and op.window - 1)),
 ]
 

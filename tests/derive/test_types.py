@@ -26,17 +26,18 @@ EXACT = (
         "minimax_m3_vl_text",
         "got_ocr2",
     ),
-    *("roc_bert", "hrm_text"),
+    *("roc_bert", "hrm_text", "gpt_neo", "lfm3"),
 )
 """Latent attention, attention of their own, tables of sines, segments, positions behind padding,
 parts of an encoder-decoder, stored experts, gates, a text model within one of images, several
-embeddings side by side, and layers that run several times."""
+embeddings side by side, layers that run several times, windows of their own, and a gate for each
+head.
+"""
 
 REJECTED = {
-    "gpt_neo": "does not read all earlier keys",  # windows in every second layer
-    "apertus": "aten.",  # an activation with weights
+    "doge": "a mask of its own",
+    "falcon_mamba": "aten.matmul",
     "kimi_linear": "are put together",
-    "lfm3": "aten.mul",  # a gate for each head
 }
 
 

@@ -65,6 +65,7 @@ class _Growing:
 def _row_op(g: _Growing, x: Value) -> None:
     y = g.fresh(x)
     kinds = ["scale", "softcap", "clip", "act", "add", "mul", "gate", "rms", "heads", "layer"]
+    kinds += ["mul by heads"] if x.width % 2 == 0 else []
     kind = g.draw(st.sampled_from(kinds))
     if kind == "scale":
         g.add(ops.Scale(x, y, 0.8))
@@ -80,6 +81,12 @@ def _row_op(g: _Growing, x: Value) -> None:
         capped = g.fresh(x)
         g.add(ops.Act(x, capped, "tanh"))
         g.add(ops.Mul(g.pick(like=x), capped, g.fresh(x)))
+    elif kind == "mul by heads":
+        gate = g.fresh(x, 2)
+        g.add(ops.Linear(x, (gate,), (g.weight(2, x.width),)))
+        opened = g.fresh(gate)
+        g.add(ops.Act(gate, opened, "sigmoid"))
+        g.add(ops.Mul(x, opened, g.fresh(x)))
     elif kind == "gate":
         g.add(ops.ActMul(x, g.pick(like=x), y, "sigmoid"))
     elif kind == "rms":

@@ -17,7 +17,13 @@ from octavo.executor.base import ObservedInputs
 from octavo.executor.native.check import ACTIVATIONS, MAX_LANES
 from octavo.executor.native.lower_experts import ExpertLowering
 from octavo.executor.native.lower_rows import RowLowering
-from octavo.executor.native.lowering_context import GROUP, WHOLE_ROWS, LoweringContext, Span
+from octavo.executor.native.lowering_context import (
+    GROUP,
+    WHOLE_ROWS,
+    LoweringContext,
+    Span,
+    cut_span,
+)
 from octavo.executor.native.native_hooks import NativeHooks, OpenedRecords
 from octavo.executor.native.stages import sort_token_ops_first
 from octavo.executor.native.states import StateBlocks
@@ -183,9 +189,9 @@ class Lowering:
             width = weight.shape[0]
             part = self._native.LinearPart(
                 weight=tiles.handle,
-                out=_cut(out, column, width),
+                out=cut_span(out, column, width),
                 bias=self._context.floats_or_none(bias),
-                residual=residual and _cut(residual, column, width),
+                residual=residual and cut_span(residual, column, width),
                 site=site,
             )
             order = b"" if tiles.permutation is None else tiles.permutation.tobytes()
@@ -208,8 +214,8 @@ class Lowering:
                 self._attention(
                     op,
                     heads,
-                    _cut(self._span(op.q), first * q, heads * q),
-                    _cut(self._span(op.out), first * out, heads * out),
+                    cut_span(self._span(op.q), first * q, heads * q),
+                    cut_span(self._span(op.out), first * out, heads * out),
                 )
         else:
             self._attention(op, op.num_heads, self._span(op.q), self._span(op.out))
@@ -335,12 +341,6 @@ class Lowering:
                 **scan_parameters(op, self._program.group(op.group), self._weights.floats),
             )
         )
-
-
-def _cut(span: Span, column: int, width: int) -> Span:
-    """Returns `width` columns of a span, starting at `column`."""
-    axis, offset, _ = span
-    return (axis, offset + column, width)
 
 
 def get_alibi_slopes(bias: AnyBias | None) -> NDArray[np.float32] | None:

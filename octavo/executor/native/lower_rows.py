@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.executor.native.hidden import HiddenIn, HiddenOut
-from octavo.executor.native.lowering_context import LoweringContext, Span
+from octavo.executor.native.lowering_context import LoweringContext, Span, cut_span
 from octavo.program import family_ops, ops
 from octavo.program.program import Value, Weight
 
@@ -100,7 +100,23 @@ class RowLowering:
         self._elementwise("add", op.a, op.b, op.out)
 
     def lower_Mul(self, op: ops.Mul) -> None:
-        self._elementwise("mul", op.a, op.b, op.out)
+        if op.b.width in (1, op.a.width):
+            self._elementwise("mul", op.a, op.b, op.out)
+            return
+        width = op.a.width // op.b.width
+        for head in range(op.b.width):
+            first = head * width
+            a, out = (cut_span(self._span(value), first, width) for value in (op.a, op.out))
+            self._add(
+                self._native.ElementwiseSpec(
+                    kind="mul",
+                    a=a,
+                    b=cut_span(self._span(op.b), head, 1),
+                    out=out,
+                    factor=1.0,
+                    gate=self._context.gate_spec(None),
+                )
+            )
 
     def lower_Scale(self, op: ops.Scale) -> None:
         self._elementwise("scale", op.x, op.x, op.out, factor=op.factor)

@@ -32,6 +32,12 @@ HEAD = "samples"
 """Axis of the LM head's rows: sampled rows, or requests if those are pooled."""
 
 
+def cut_span(span: Span, column: int, width: int) -> Span:
+    """Returns `width` columns of a span, starting at `column`."""
+    axis, offset, _ = span
+    return (axis, offset + column, width)
+
+
 class LoweringContext:
     """Plan builder and lookups shared by the lowering of a Program's ops."""
 

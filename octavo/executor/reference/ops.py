@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.executor.batch import KvCopies
+from octavo.executor.reference.family_formulas import FAMILY_FORMULAS
 from octavo.executor.reference.step import Floats, Made, ReferenceStep, matvecs, sparse_rows
 from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.position_tables import position_table
@@ -121,7 +122,7 @@ def add(op: ops.Add, step: ReferenceStep) -> Made:
 
 
 def mul(op: ops.Mul, step: ReferenceStep) -> Made:
-    return (step.get(op.a) * step.get(op.b),)
+    return (step.get(op.a) * np.repeat(step.get(op.b), op.a.width // op.b.width, axis=1),)
 
 
 def scale(op: ops.Scale, step: ReferenceStep) -> Made:
@@ -134,36 +135,6 @@ def soft_cap(op: ops.SoftCap, step: ReferenceStep) -> Made:
 
 def clip(op: ops.Clip, step: ReferenceStep) -> Made:
     return (np.clip(step.get(op.x), -op.limit, op.limit),)
-
-
-def match_magnitude(op: family_ops.MatchMagnitude, step: ReferenceStep) -> Made:
-    own, its = (np.square(step.get(value)).mean(axis=1, keepdims=True) for value in (op.x, op.like))
-    return (step.get(op.x) * np.sqrt(its / np.maximum(own, op.least)),)
-
-
-def keep_largest(op: family_ops.KeepLargest, step: ReferenceStep) -> Made:
-    x = step.get(op.x)
-    cutoff = x.mean(axis=1, keepdims=True) + op.deviations * x.std(axis=1, keepdims=True)
-    return (np.maximum(x - cutoff, 0),)
-
-
-def concat(op: family_ops.Concat, step: ReferenceStep) -> Made:
-    return (np.concatenate([step.get(x) for x in op.xs], axis=1),)
-
-
-def columns(op: family_ops.SelectColumns, step: ReferenceStep) -> Made:
-    return (step.get(op.x)[:, op.start : op.start + op.out.width],)
-
-
-def mix(op: family_ops.Mix, step: ReferenceStep) -> Made:
-    xs, coefs = [step.get(x) for x in op.xs], step.get(op.coefs) + op.offset
-    mixed = []
-    for i, base in enumerate(op.bases):
-        total = step.get(base)
-        for k, x in enumerate(xs):
-            total = total + coefs[:, [i * len(xs) + k]] * x
-        mixed.append(total)
-    return tuple(mixed)
 
 
 def act(op: ops.Act, step: ReferenceStep) -> Made:
@@ -221,6 +192,7 @@ ACTIVATIONS: dict[ops.Activation, Callable[[Floats], Floats]] = {
     "relu2": lambda x: relu(x) ** 2,
     "sigmoid": sigmoid,
     "tanh": np.tanh,
+    "softplus": lambda x: np.logaddexp(x, 0.0),
 }
 
 
@@ -476,11 +448,7 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     ops.Scale: scale,
     ops.SoftCap: soft_cap,
     ops.Clip: clip,
-    family_ops.MatchMagnitude: match_magnitude,
-    family_ops.KeepLargest: keep_largest,
-    family_ops.Mix: mix,
-    family_ops.Concat: concat,
-    family_ops.SelectColumns: columns,
+    **FAMILY_FORMULAS,
     family_ops.PositionScores: position_scores,
     ops.Act: act,
     ops.ActMul: act_mul,

@@ -113,6 +113,7 @@ ACTIVATIONS: dict[ops.Activation, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x) ** 2,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
+    "softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
 }
 
 

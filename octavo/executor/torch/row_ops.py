@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.executor.torch.plain import ACTIVATIONS, Norm
@@ -111,7 +112,11 @@ def add(op: ops.Add, step: Step) -> Made:
 
 
 def mul(op: ops.Mul, step: Step) -> Made:
-    return (step.get(op.a) * step.get(op.b),)
+    a, b = step.get(op.a), step.get(op.b)
+    if op.b.width in (1, op.a.width):
+        return (a * b,)
+    heads = a.view(len(a), op.b.width, op.a.width // op.b.width)
+    return ((heads * b[:, :, None]).flatten(1),)
 
 
 def scale(op: ops.Scale, step: Step) -> Made:
@@ -146,6 +151,14 @@ def concat(op: family_ops.Concat, step: Step) -> Made:
 
 def columns(op: family_ops.SelectColumns, step: Step) -> Made:
     return (step.get(op.x)[:, op.start : op.start + op.out.width].contiguous(),)
+
+
+def xielu(op: family_ops.Xielu, step: Step) -> Made:
+    x, vector = step.get(op.x).float(), step.weights.vector
+    beta, eps = vector(op.beta), vector(op.eps)
+    positive, negative = F.softplus(vector(op.alpha_p)), beta + F.softplus(vector(op.alpha_n))
+    low = negative * (torch.expm1(torch.minimum(x, eps)) - x)
+    return ((torch.where(x > 0, positive * x * x, low) + beta * x).to(step.dtype),)
 
 
 def mix(op: family_ops.Mix, step: Step) -> Made:
@@ -272,6 +285,7 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     ops.SoftCap: soft_cap,
     ops.Clip: clip,
     family_ops.MatchMagnitude: match_magnitude,
+    family_ops.Xielu: xielu,
     family_ops.KeepLargest: keep_largest,
     family_ops.Mix: mix,
     family_ops.Concat: concat,

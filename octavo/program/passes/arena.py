@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.program.expert_ops import Route
-from octavo.program.family_ops import KeepLargest
+from octavo.program.family_ops import KeepLargest, Xielu
 from octavo.program.ops import (
     Act,
     Clip,
@@ -25,7 +25,7 @@ from octavo.program.rank_ops import Collect, Dispatch
 ALIGN_FLOATS = 16
 """Alignment of a buffer in floats: one cache line."""
 
-IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap, Clip, KeepLargest)
+IN_PLACE = (RmsNorm, Rope, Act, Scale, SoftCap, Clip, KeepLargest, Xielu)
 """Row-local ops that may overwrite their input."""
 
 

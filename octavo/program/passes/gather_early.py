@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.program.family_ops import Concat, KeepLargest, MatchMagnitude, Mix, SelectColumns
+from octavo.program.family_ops import (
+    Concat,
+    KeepLargest,
+    MatchMagnitude,
+    Mix,
+    SelectColumns,
+    Xielu,
+)
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.ops import (
     Act,
@@ -32,7 +39,7 @@ from octavo.program.rank_ops import AllGather, AllReduce
 
 ROW_BY_ROW = (
     *(Linear, RmsNorm, LayerNorm, Add, Mul, Scale, SoftCap, Clip, Act, ActMul),
-    *(MatchMagnitude, KeepLargest, Mix, Concat, SelectColumns),
+    *(MatchMagnitude, KeepLargest, Mix, Concat, SelectColumns, Xielu),
     *(AllReduce, AllGather),
 )
 """Row-wise ops."""

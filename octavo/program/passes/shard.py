@@ -350,11 +350,11 @@ class _Sharder:
 
     _shard_Scale = _shard_GatherRows = _shard_PoolRows = _shard_linear_op
 
-    def _shard_column_op(self, op: ops.Act | ops.SoftCap | ops.Clip) -> None:
+    def _shard_column_op(self, op: ops.Act | ops.SoftCap | ops.Clip | family_ops.Xielu) -> None:
         (x,), spans = self._alike([op.x])
         self._ops.append(replace(op, x=x, out=self._make(op.out, spans)))
 
-    _shard_Act = _shard_SoftCap = _shard_Clip = _shard_column_op
+    _shard_Act = _shard_SoftCap = _shard_Clip = _shard_Xielu = _shard_column_op
 
     def _shard_whole_row_op(
         self,
@@ -388,8 +388,13 @@ class _Sharder:
 
     def _shard_Mul(self, op: ops.Mul) -> None:
         """A partial sum times a replicated Value is a partial sum."""
-        a = self._held[op.a]
-        if a.partial or op.b.width != op.a.width:
+        a, b, span = self._held[op.a], self._held[op.b], op.a.width // op.b.width
+        if span > 1 and a.spans is not None and b.spans is not None:
+            if times(b.spans, span) == a.spans:
+                self._ops.append(ops.Mul(a.value, b.value, self._make(op.out, a.spans)))
+                return
+            a = _Held(self._whole(op.a))
+        if a.partial or op.b.width == 1:
             self._ops.append(
                 ops.Mul(a.value, self._whole(op.b), self._make(op.out, a.spans, partial=a.partial))
             )

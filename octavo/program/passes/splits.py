@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from octavo.api.errors import ConfigError
-from octavo.program import expert_ops, ops, rank_ops
+from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
 
@@ -40,7 +40,10 @@ class Whole:
 RequiredSplit = Even | Whole | Spans
 """Columns of a Value that its readers require."""
 
-EACH_COLUMN = (ops.Scale, ops.SoftCap, ops.Clip, ops.Act, ops.GatherRows, ops.PoolRows)
+EACH_COLUMN = (
+    *(ops.Scale, ops.SoftCap, ops.Clip, ops.Act, ops.GatherRows, ops.PoolRows),
+    family_ops.Xielu,
+)
 """Ops that compute each column from the same column of one input."""
 
 MIXERS = (ShortConv, SelectiveScan)
@@ -195,6 +198,17 @@ def _find_input_splits(
         yield from _find_row_input_splits(op, splits)
 
 
+def _per_column(wish: RequiredSplit, span: int) -> RequiredSplit:
+    """Returns the split of a Value with a column per `span` columns of a Value with the split."""
+    if isinstance(wish, Whole):
+        return wish
+    if isinstance(wish, Even):
+        return Even(wish.unit // math.gcd(wish.unit, span))
+    if any(border % span for one in wish for border in one):
+        return Whole()
+    return tuple((first // span, last // span) for first, last in wish)
+
+
 def _find_row_input_splits(
     op: Op, splits: dict[Value, RequiredSplit]
 ) -> Iterator[tuple[Value, RequiredSplit]]:
@@ -206,8 +220,13 @@ def _find_row_input_splits(
     elif isinstance(op, ops.ActMul):
         yield from ((value, splits.get(op.out, Whole())) for value in (op.gate, op.up))
     elif isinstance(op, ops.Mul):
-        yield op.a, splits.get(op.out, Whole())
-        yield op.b, splits.get(op.out, Whole()) if op.b.width == op.a.width else Whole()
+        wish, span = splits.get(op.out, Whole()), op.a.width // op.b.width
+        if op.b.width == 1 or isinstance(wish, Whole):
+            yield op.a, wish
+            yield op.b, Whole() if op.b.width == 1 else wish
+        else:
+            yield op.a, merge_splits(wish, Even(span))
+            yield op.b, _per_column(wish, span)
     elif isinstance(op, rank_ops.Collect):
         yield op.x, splits.get(op.out, Whole())
         yield op.ids, Whole()

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.activations import XIELUActivation
 
 from octavo.executor.batch import StepBatch
 from octavo.executor.reference.backend import FORMULAS
 from octavo.executor.reference.step import ReferenceStep
-from octavo.program import expert_ops, ops
+from octavo.program import expert_ops, family_ops, ops
 from octavo.program.program import Program, Value, Weight
 
 ROWS = [0, 1, 3, 17]
@@ -162,6 +163,7 @@ ACTS = {
     "relu2": lambda x: F.relu(x) ** 2,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
+    "softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
 }
 
 
@@ -173,6 +175,17 @@ def test_activations(activation, num_rows):
     close(run(ops.Act(value("x", 13), value("y", 13), activation), {"x": x}), wanted)
     op = ops.ActMul(value("x", 13), value("u", 13), value("y", 13), activation)
     close(run(op, {"x": x, "u": up}), wanted * torch.tensor(up))
+
+
+def test_xielu():
+    x = rng().normal(size=(5, 13)) * 4
+    x[0] = [0, *np.linspace(-2e-6, 2e-6, 12)]
+    activation = XIELUActivation(dtype=torch.float64)
+    weights = {name: getattr(activation, name).detach() for name in ("alpha_p", "alpha_n")}
+    weights |= {name: getattr(activation, name)[None] for name in ("beta", "eps")}
+    op = family_ops.Xielu(value("x", 13), value("y", 13), *(weight(name, 1) for name in weights))
+    arrays = {name: each.numpy() for name, each in weights.items()}
+    close(run(op, {"x": x}, arrays), activation(torch.tensor(x)).detach())
 
 
 def test_clamped_gate():
@@ -188,6 +201,8 @@ def test_elementwise():
     close(run(ops.Add(va, vb, out), {"a": a, "b": b}), a + b)
     close(run(ops.Mul(va, vb, out), {"a": a, "b": b}), a * b)
     close(run(ops.Mul(va, value("b", 1), out), {"a": a, "b": one}), a * one)
+    heads = ops.Mul(va, value("b", 2), out)
+    close(run(heads, {"a": a, "b": b[:, :2]}), a * np.repeat(b[:, :2], 3, axis=1))
     close(run(ops.Scale(va, out, 0.3), {"a": a}), a * 0.3)
     close(run(ops.SoftCap(va, out, 2.0), {"a": a}), 2 * np.tanh(a / 2))
     close(run(ops.Clip(va, out, 0.7), {"a": a}), np.clip(a, -0.7, 0.7))

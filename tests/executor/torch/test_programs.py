@@ -21,8 +21,9 @@ from octavo.executor.torch.attention.sdpa import Sdpa
 from octavo.executor.torch.backend import TorchBackend
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 from octavo.models.registry import build_programs
-from octavo.program import ops, rank_ops
-from octavo.program.program import CacheGroup, Program, Value
+from octavo.program import family_ops, ops, rank_ops
+from octavo.program.builder import Builder
+from octavo.program.program import CacheGroup, Program, Value, Weight
 from octavo.quant.gguf import BLOCK_TYPES
 from octavo.quant.online import pack_fp8, pack_int4, pack_int8
 from octavo.quant.packed import Levels, PackedWeight
@@ -31,7 +32,7 @@ from tests.models.test_families import CASES
 from tests.models.test_t5 import logits as t5_logits
 from tests.support.kv_layouts import layouts_of
 from tests.support.paged_runner import PagedRunner
-from tests.support.random_programs import NUM_ROWS, random_programs
+from tests.support.random_programs import NUM_ROWS, RandomProgram, random_programs
 from tests.support.tiers import examples
 from tests.support.tiny_models import tiny_model
 
@@ -115,6 +116,23 @@ def test_random_programs(made, rows, samples):
         rtol=1e-3,
         atol=1e-3 * max(1.0, abs(wanted).max()),
     )
+
+
+def test_activations_without_kernels():
+    b = Builder("test", (CacheGroup("kv", "full", 1, 1, 2, 2),), NUM_ROWS)
+    x = b.embedding(b.token_ids(), "embed", NUM_ROWS, 16)
+    y = b.like("activated", x)
+    names = ("alpha_p", "alpha_n", "beta", "eps")
+    b.append(family_ops.Xielu(x, y, *(Weight(name, (1,)) for name in names)))
+    y = b.add(y, b.act(x, "softplus"))
+    program = b.finish(logits=b.linear(b.gather_rows(y), "head", NUM_ROWS))
+    weights = {
+        weight.name: np.random.default_rng(i).normal(size=weight.shape).astype(np.float32)
+        for i, weight in enumerate(program.weights)
+    }
+    made, batch = RandomProgram(program, weights), batch_of(9, 9)
+    wanted = logits_of(ReferenceBackend(), made, batch)
+    np.testing.assert_allclose(logits_of(torch_backend(), made, batch), wanted, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("mode", ["last", "cls", "mean"])
