@@ -31,6 +31,7 @@ from octavo.program.program import (
     TAPS,
     Fill,
     Growth,
+    Impulse,
     PowerGrowth,
     Program,
     Selection,
@@ -435,6 +436,10 @@ def _filled(shape: tuple[int, ...], fill: Fill) -> NDArray[np.float32]:
     if isinstance(fill, Growth):
         steps = (np.arange(shape[0]) + fill.shift) // fill.floor
         return (1 + fill.slope * np.log1p(steps))[:, None].astype(np.float32)
+    if isinstance(fill, Impulse):
+        table = np.full(shape, fill.off, np.float32)
+        table[fill.row] = 0
+        return table
     if isinstance(fill, Selection):
         chosen: NDArray = np.arange(shape[1]) == np.array(fill.columns)[:, None]
         return chosen.astype(np.float32)

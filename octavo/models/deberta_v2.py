@@ -1,7 +1,8 @@
 """DeBERTa v2 and v3: BERT with disentangled attention, in which scores also depend on relative
 positions through projected position tables. He et al. 2021.
 
-v2's convolution is not supported.
+v2's convolution over three tokens is computed as attention whose weights are 1 for the neighbour
+and 0 for all other keys.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ from octavo.models.encoder import (
 from octavo.models.hf_config import MAX_SIZE, HfConfig
 from octavo.program.builder import Builder
 from octavo.program.family_ops import PositionScores
-from octavo.program.ops import PositionBuckets, PreNorm
-from octavo.program.program import Program, Value, Weight
+from octavo.program.ops import Activation, PositionBuckets, PreNorm, T5Bias
+from octavo.program.program import TAPS, CacheGroup, Impulse, Program, Value, Weight
 
+NUM_BUCKETS = 32
+"""Buckets of relative positions; those of neighbours contain one position each."""
+KEY_WIDTH = 8
+"""Width of keys that are all zeros."""
+FAR = -10_000.0
+"""Score of keys that are not read: exp(FAR / 2) is 0."""
 SELF = "attention.self"
 BOTH = {"c2p", "p2c"}
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    config.refuse_unless("conv_kernel_size", 0)
+    config.refuse_unless("conv_kernel_size", 0, TAPS)
     config.without_effect("conv_act", "conv_groups", "legacy", "pooler_dropout")
     config.without_effect("pooler_hidden_act", "pooler_hidden_size")  # except for a classifier
     shape = EncoderShape.read(config, norm_eps=1e-7)
@@ -54,7 +61,76 @@ def build(config: HfConfig) -> dict[str, Program]:
         ),
         mlp=bert_mlp(config),
         classifier=lambda b, x, num: _classifier(b, x, num, config),
+        convolution=_read_convolution(config, shape, f"{prefix}encoder.conv"),
     )
+
+
+def _read_convolution(
+    config: HfConfig, shape: EncoderShape, module: str
+) -> NeighbourConvolution | None:
+    """Reads the convolution after the first layer; None if the config has none."""
+    if not config.integer("conv_kernel_size", 0):
+        return None
+    config.refuse_unless("conv_groups", 1)
+    is_tanh = config.text("conv_act", "tanh") == "tanh"
+    return NeighbourConvolution(
+        shape, module, "tanh" if is_tanh else config.activation("conv_act", "gelu")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourConvolution:
+    """A convolution over three tokens and its norm; tokens beyond the text are zeros."""
+
+    shape: EncoderShape
+    module: str
+    activation: Activation
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        heads = (self.shape.num_heads, KEY_WIDTH, self.shape.head_dim)
+        return (CacheGroup("neighbours", "full", 1, *heads, one_step=True),)
+
+    def __call__(self, b: Builder, embedded: Value, x: Value) -> Value:
+        width, key_width = embedded.width, self.shape.num_heads * KEY_WIDTH
+        none = Weight(f"{self.module}.zeros", (key_width, width), fill=0.0)
+        zeros = b.linear_from(embedded, none, name="zeros")
+        b.kv_write("neighbours", 0, (zeros,), embedded)
+        out: Value | None = None
+        before, after = (self._neighbour(b, zeros, distance) for distance in (-1, 1))
+        for tap, row in enumerate((before, embedded, after)):
+            weight = Weight(
+                f"{self.module}.conv.{tap}",
+                (width, width),
+                (f"{self.module}.conv.weight",),
+                stored_as="tap",
+                tap=tap,
+            )
+            bias = Weight(f"{self.module}.conv.bias", (width,)) if tap == 0 else None
+            part = b.linear_from(row, weight, bias, name="convolved")
+            out = part if out is None else b.add(out, part)
+        assert out is not None, "a convolution has taps"
+        summed = b.add(x, b.act(out, self.activation))
+        return b.layer_norm(summed, f"{self.module}.LayerNorm", self.shape.norm_eps)
+
+    def _neighbour(self, b: Builder, zeros: Value, distance: int) -> Value:
+        """Appends the embedding of the token before (-1) or after (1) each one. Scores are 0 for
+        its key and `FAR` for others; a sink between them gives zeros where there is no key.
+        """
+        num_heads = self.shape.num_heads
+        bucket = NUM_BUCKETS // 2 + 1 if distance > 0 else 1
+        fill = Impulse(bucket, FAR)
+        table = Weight(f"{self.module}.{distance}", (NUM_BUCKETS, num_heads), fill=fill)
+        return b.attention(
+            zeros,
+            "neighbours",
+            0,
+            num_heads=num_heads,
+            scale=1.0,
+            mask="full",
+            sinks=Weight(f"{self.module}.sinks", (num_heads,), fill=FAR / 2),
+            bias=T5Bias(table, NUM_BUCKETS, max_distance=NUM_BUCKETS, bidirectional=True),
+        )
 
 
 def _read_position_scores(

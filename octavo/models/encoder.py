@@ -41,6 +41,17 @@ class PositionScorer(Protocol):
     def __call__(self, b: Builder, q: Value, k: Value, layer: str) -> tuple[Value, Value]: ...
 
 
+class TokenConvolution(Protocol):
+    """Appends a convolution over tokens, which follows the first layer."""
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Cache groups of its own."""
+        ...
+
+    def __call__(self, b: Builder, embedded: Value, x: Value) -> Value: ...
+
+
 Mlp = Callable[[Builder, Value, str], Value]
 """Appends the MLP of the named layer."""
 
@@ -137,6 +148,7 @@ def build_encoder(
     mlp: Mlp,
     classifier: Classifier,
     bias: bool = True,
+    convolution: TokenConvolution | None = None,
 ) -> dict[str, Program]:
     """Builds the encoder: x = norm(embeddings); per layer x = norm(x + attention(x)), x = norm(x +
     mlp(x)); then the head.
@@ -147,11 +159,13 @@ def build_encoder(
     position_scores = positions.position_scores
     num_kinds = 1 if position_scores is None else position_scores.num_kinds
     group = CacheGroup("encoder", "full", shape.num_layers, *heads, one_step=True)
-    b = Builder("encoder", (group,), shape.vocab_size)
+    others = () if convolution is None else convolution.groups
+    b = Builder("encoder", (group, *others), shape.vocab_size)
     x = embeddings(b, shape, f"{names.prefix}embeddings", positions)
     x = b.layer_norm(x, f"{names.prefix}{names.embedding_norm}", shape.norm_eps)
     if shape.embedding_size:
         x = b.linear(x, f"{names.prefix}{names.projection}", shape.hidden_size, bias=True)
+    embedded = x
     for i in range(shape.num_layers):
         layer = names.layer(i)
 
@@ -176,6 +190,8 @@ def build_encoder(
         h = b.linear(attended, f"{layer}.{names.attention_out}", shape.hidden_size, bias=bias)
         x = norm(b.add(h, x), names.attention_norm)
         x = norm(b.add(mlp(b, x, layer), x), names.mlp_norm)
+        if convolution is not None and i == 0:
+            x = convolution(b, embedded, x)
     if is_classifier(config):
         return {"encoder": b.finish(pooled=classifier(b, x, num_labels(config)))}
     return {"encoder": b.finish(pooled=embed_rows(b, x, config))}

@@ -114,6 +114,14 @@ class PowerGrowth:
     shift: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Impulse:
+    """Table of position biases that is 0 in one row and `off` in the others."""
+
+    row: int
+    off: float
+
+
 TAPS = 3
 """Taps of a convolution over time."""
 
@@ -123,7 +131,7 @@ convolution `[out, in, TAPS]`; `run`: such a convolution with a bias, applied to
 rows and a 1, `[out, TAPS * (TAPS * in + 1)]`."""
 
 
-Fill = float | tuple[float, ...] | Sinusoids | Growth | PowerGrowth | Selection
+Fill = float | tuple[float, ...] | Sinusoids | Growth | PowerGrowth | Selection | Impulse
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,23 @@ def test_eurobert_classifies_by_its_pooling(saved: Any, pooling: str) -> None:
         model.config.classifier_pooling = model.classifier_pooling = pooled_late
 
 
+@pytest.mark.parametrize("backend", ["reference", "native", "torch"])
+@pytest.mark.parametrize("activation", ["tanh", "gelu"])
+def test_deberta_v2_convolves_as_transformers(
+    saved: Any, monkeypatch: Any, backend: str, activation: str
+) -> None:
+    options = {"conv_kernel_size": 3, "conv_act": activation}
+    monkeypatch.setitem(ENCODERS, "deberta-v2", ENCODERS["deberta-v2"] | options)
+    encoder.cache_clear()
+    try:
+        expected, path = wanted("deberta-v2", "mean"), saved(encoder("deberta-v2"), "mean")
+        assert json.loads((path / "config.json").read_text())["conv_kernel_size"] == 3
+        share = 1e-9 if backend == "reference" else 3e-5
+        close(run(path, backend=backend_named(backend)), expected, share)
+    finally:
+        encoder.cache_clear()
+
+
 @pytest.mark.parametrize("classifies", [False, True])
 def test_gte_of_its_own_release_is_that_of_transformers(saved: Any, classifies: bool) -> None:
     """The released config has a scaling of RoPE that transformers has converted to others."""

@@ -140,7 +140,7 @@ def test_models_and_capabilities_say_what_it_does(http: httpx.Client) -> None:
     fields = http.get("/v1/capabilities").json()["fields"]
     assert {"input", "dimensions", "encoding_format"} <= {entry["name"] for entry in fields}
     paths = {path for entry in fields for path in entry["paths"]}
-    assert paths == {"/v1/embeddings", "/score", "/rerank", "/v2/rerank"}
+    assert paths == {"/v1/embeddings", "/score", "/pooling", "/rerank", "/v2/rerank"}
 
 
 def test_ollamas_client_gets_rows_of_length_one(encoder: LiveServer, rows: np.ndarray) -> None:
