@@ -120,7 +120,7 @@ def _native() -> Finding:
 
 
 def _torch() -> Iterator[Finding]:
-    """Checks PyTorch, Triton, FlashInfer, the driver and the devices."""
+    """Checks PyTorch, Triton, the driver and the devices."""
     from octavo.executor import devices
 
     try:
@@ -136,12 +136,6 @@ def _torch() -> Iterator[Finding]:
         yield from _cuda(torch)
     yield find_package(
         "Triton", "triton", missing="not installed; included in PyTorch's CUDA builds"
-    )
-    yield find_package(
-        "FlashInfer",
-        "flashinfer-python",
-        missing="not installed; required by --attention-backend flashinfer on CUDA:"
-        f" {devices.INSTALL_FLASHINFER}",
     )
     if devices.has_nvidia_driver():
         yield Finding("driver", f"NVIDIA {devices.driver_version() or '(unknown version)'}")

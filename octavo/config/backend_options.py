@@ -24,12 +24,12 @@ class BackendChoice:
     device: Literal["cpu", "cuda"] | None = option(
         None, "Backend", "Choose the device (torch)", derived="cuda, else cpu"
     )
-    attention_backend: Literal["auto", "triton", "sdpa", "flashinfer"] = option(
+    attention_backend: Literal["auto", "triton", "sdpa"] = option(
         "auto",
         "Backend",
         "Choose the attention kernels (torch)",
-        details="sdpa: PyTorch's scaled_dot_product_attention; flashinfer: requires CUDA and the"
-        " package; auto: triton on CUDA if installed, else sdpa.",
+        details="sdpa: PyTorch's scaled_dot_product_attention; auto: triton on CUDA if installed,"
+        " else sdpa.",
     )
     torch_kernels: Literal["auto", "plain", "triton"] = option(
         "auto",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,6 @@ NVIDIA_SIGNS = (NVIDIA_DRIVER, Path("/dev/nvidiactl"), Path("/dev/dxg"))
 hide), its device, and WSL's device.
 """
 INSTALL = "pip install 'octavo[torch]'"
-INSTALL_FLASHINFER = "pip install flashinfer-python"
 REINSTALL = "pip install --force-reinstall torch"
 OLDER_CUDA_INDEX = "https://download.pytorch.org/whl/cu126"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -58,16 +56,6 @@ def require_torch() -> Any:
             hint=install_hint(),
         )
     return torch
-
-
-def require_flashinfer() -> Any:
-    """Imports FlashInfer; raises BackendUnavailable with the command that installs it."""
-    try:
-        return import_module("flashinfer")
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"attention_backend: flashinfer cannot be used: {error}", hint=INSTALL_FLASHINFER
-        ) from error
 
 
 def choose_device(requested: Device | None, *, num_devices: int = 1) -> Device:

@@ -156,6 +156,7 @@ class ModelLoader:
         except BaseException:
             llm.close()
             raise
+        gc.freeze()
         slot.fill(llm)
         if slot.is_draining:
             slot.close()
@@ -263,7 +264,9 @@ class ModelLoader:
         await asyncio.to_thread(slot.close)
         slot.drop_engine()
         # The frontend's objects form reference cycles, and garbage collection is rare in a server.
+        gc.unfreeze()
         await asyncio.to_thread(gc.collect)
+        gc.freeze()
         self._report(f"{slot.name} was unloaded" + (f": {reason}" if reason else ""))
 
 

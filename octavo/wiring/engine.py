@@ -7,6 +7,7 @@ of a recording (`octavo replay`).
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,7 @@ def build_in_process(config: EngineConfig, report: Report) -> Frontend:
         _close(publishers)
         raise
     frontend.publishers = publishers
+    gc.freeze()  # a full collection would visit the model between two steps (0.2 s)
     return frontend
 
 

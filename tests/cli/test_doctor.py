@@ -36,7 +36,7 @@ def test_this_machine(octavo):
     assert re.search(r"\d compute thread", rows["CPU"]) and re.match(
         r"[\d.]+ \wi?B free", rows["memory"]
     )
-    assert {"Triton", "FlashInfer", "driver", "NIXL", "Ray", "default"} <= set(rows)
+    assert {"Triton", "driver", "NIXL", "Ray", "default"} <= set(rows)
     lines = ended.out.splitlines()
     for name in ("Mooncake", "NIXL", "Ray"):
         if rows[name].startswith("not installed"):

@@ -57,7 +57,7 @@ VALUES: Mapping[str, Callable[[str], str | None]] = {
         fp8_e4m3="fp8", fp8_e5m2="fp8", bfloat16="bf16", float32="fp32"
     ),
     "--attention-backend": _rename_values(
-        flash_attn=None, flashinfer="flashinfer", triton_attn="triton", torch_sdpa="sdpa"
+        flash_attn=None, flashinfer=None, triton_attn="triton", torch_sdpa="sdpa"
     ),
     "--device": device_name,
     "--swap-space": _gibibytes,

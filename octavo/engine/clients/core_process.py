@@ -8,6 +8,7 @@ there is no work, and exits when the frontend's process exits.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import math
@@ -117,6 +118,7 @@ class CoreLoop:
             self._sharer.when_called(self._note_call)
         core.executor = MonitoredExecutor(core.executor, self._page)
         heartbeat = HeartbeatThread(core.executor, self._page)
+        gc.freeze()  # a full collection would visit the model between two steps (0.2 s)
         self.send(CoreReady(info))
         try:
             while self._take_commands(core, heartbeat):

@@ -6,6 +6,7 @@ Used by `LLM` and by tests. If the core hangs, the caller hangs too, so the core
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import threading
 import time
@@ -81,6 +82,7 @@ class InProcessClient:
             if not self._closed:
                 self._closed = True
                 self.core.close()
+                gc.unfreeze()  # see build_in_process
         self._arrival.set()
 
     def _send(self, command: Command) -> None:

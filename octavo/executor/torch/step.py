@@ -33,6 +33,10 @@ NormOp = ops.RmsNorm | ops.LayerNorm | ops.PreNorm
 Shared = TypeVar("Shared")
 
 ALIGN_BYTES = 64
+OF_GROUPS = ("slots", "context_lens", "block_tables")
+"""Arrays whose first axis is the cache group. Each group's part is aligned, since Triton compiles a
+kernel again for a pointer that is not a multiple of 16 bytes.
+"""
 
 SHARING_BYTES = 36
 """Bytes per request and cache group for the arrays of shared prefixes and context lengths."""
@@ -66,25 +70,25 @@ class Staging:
             self._copied.synchronize()
         host = self._host.numpy()
         for name, array in arrays.items():
-            host[places[name] : places[name] + array.nbytes] = (
-                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            )
+            parts, num_bytes = _get_parts(name, array)
+            pitch, start = _aligned(num_bytes), places[name]
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(parts, num_bytes)
+            host[start : start + parts * pitch].reshape(parts, pitch)[:, :num_bytes] = data
         if self._on_device is not self._host:
             self._on_device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        return {name: self._view(places[name], array) for name, array in arrays.items()}
+        return {name: self._view(name, places[name], array) for name, array in arrays.items()}
 
     def fits(self, arrays: Mapping[str, NDArray]) -> bool:
         """Returns whether `put` can keep its buffer, whose addresses captured graphs contain."""
         return _get_offsets(arrays)[1] <= len(self._host)
 
-    def _view(self, start: int, array: NDArray) -> Tensor:
-        return (
-            self._on_device[start : start + array.nbytes]
-            .view(TYPES[array.dtype.name])
-            .view(array.shape)
-        )
+    def _view(self, name: str, start: int, array: NDArray) -> Tensor:
+        parts, num_bytes = _get_parts(name, array)
+        pitch, dtype = _aligned(num_bytes), TYPES[array.dtype.name]
+        rows = self._on_device[start : start + parts * pitch].view(parts, pitch)
+        return rows[:, :num_bytes].view(dtype).view(array.shape)
 
     def _make(self, num_bytes: int = 1 << 16) -> None:
         cuda = self._device.type == "cuda"
@@ -112,8 +116,19 @@ def _get_offsets(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
     places, end = {}, 0
     for name, array in arrays.items():
         places[name] = end
-        end += -(-array.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        parts, num_bytes = _get_parts(name, array)
+        end += parts * _aligned(num_bytes)
     return places, end
+
+
+def _get_parts(name: str, array: NDArray) -> tuple[int, int]:
+    """Returns how many parts of an array are aligned, and the bytes of each."""
+    parts = len(array) if name in OF_GROUPS else 1
+    return parts, array.nbytes // max(parts, 1)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:

@@ -1,7 +1,7 @@
 """Attention calls and the interface of attention kernels.
 
 An `AttentionCall` contains everything that kernels read of one layer in one step; latent attention
-is the same call over keys and values expanded from latents. The kernels (`sdpa`, `flashinfer`,
+is the same call over keys and values expanded from latents. The kernels (`sdpa`,
 `triton.attention`) import this file, `choose` imports them. Formulas: `ops.Attention` and
 `ops.MlaAttention`.
 """

@@ -1,8 +1,7 @@
 """Selects attention kernels by the option `attention_backend`, the device, and what the kernels
 support.
 
-The only module that refers to all kernel sets. Triton and FlashInfer are imported only when
-selected.
+The only module that refers to all kernel sets. Triton is imported only when selected.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from octavo.api.errors import BackendUnavailable
 from octavo.executor.base import BackendOptions
 from octavo.executor.torch.attention.call import AttentionKernels
-from octavo.executor.torch.attention.flashinfer import flashinfer_on
 from octavo.executor.torch.attention.sdpa import Sdpa
 from octavo.executor.torch.triton.device import is_interpreted
 from octavo.executor.torch.triton.device import refusal as triton_refusal
@@ -43,7 +41,6 @@ def _triton_on(options: BackendOptions, device: torch.device) -> AttentionKernel
 MAKERS: dict[str, Callable[[BackendOptions, torch.device], AttentionKernels]] = {
     "triton": _triton_on,
     "sdpa": lambda options, device: Sdpa(),
-    "flashinfer": lambda options, device: flashinfer_on(device),
 }
 """Constructors by the value of `attention_backend`; each raises BackendUnavailable if its kernels
 cannot run."""

@@ -7,6 +7,8 @@ arrays on the device only, so a captured launch works for any lengths. Tile size
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton.language as tl
 from numpy.typing import NDArray
@@ -137,43 +139,26 @@ class TritonAttention:
             states = SplitStates(
                 sums=torch.empty((*shape, 2), dtype=torch.float32, device=out.device),
                 accs=torch.empty((*shape, call.v_width), dtype=torch.float32, device=out.device),
-                num_splits=num_splits,
             )
             slots = Slots(
                 places=call.places,
                 context_lens=call.context_lens,
                 row_of=call.rows.rows,
                 request_of=call.rows.singles,
-                first=first,
             )
-            _launch_decode(call, states, slots, own, count, self._tiles.decode(call))
+            launch = DecodeLaunch(call, states, slots, first, num_splits)
+            launch.decode(own, count, self._tiles.decode(call))
             if shared is not None and shared.slots is not None:
                 tile = self._tiles.shared(call)
-                _launch_decode(call, states, slots, shared, len(shared.slots), tile)
-            self._merge(call, out, states, slots, count)
-
-    def _merge(
-        self, call: AttentionCall, out: Tensor, states: SplitStates, slots: Slots, count: int
-    ) -> None:
-        tile = self._tiles.merge(call)
-        num_heads = call.q.shape[1]
-        merge_kernel[(count, -(-num_heads // tile["HEADS_A_TILE"]))](
-            out,
-            states=states,
-            slots=slots,
-            mask=Mask.of(call),
-            widths=Widths.of(call),
-            sinks=call.sinks,
-            HEADS=num_heads,
-            **tile,
-        )
+                launch.decode(shared, len(shared.slots), tile)
+            launch.merge(out, count, self._tiles.merge(call))
 
     def _prefill(self, call: AttentionCall, out: Tensor) -> None:
         tile = self._tiles.prefill(call)
         heads = HeadTile.of(call, tile["BLOCK_M"])
         starts = call.inputs["query_starts"]
-        requests = Requests(call.places, call.context_lens, starts, len(starts) - 1)
-        num_tiles = len(call.q) // heads.ROWS.value + requests.num
+        num_requests = len(starts) - 1
+        num_tiles = len(call.q) // heads.ROWS.value + num_requests
         prefill_kernel[(num_tiles, call.k.numbers.shape[-2] * heads.PARTS.value)](
             out,
             q=Queries.of(call),
@@ -182,37 +167,62 @@ class TritonAttention:
             mask=Mask.of(call),
             widths=Widths.of(call),
             heads=heads,
-            requests=requests,
+            requests=Requests(call.places, call.context_lens, starts),
             sinks=call.sinks,
+            table_width=call.block_tables.stride(0),
+            num_requests=num_requests,
             BY_SPLIT=self.is_invariant,
             **tile,
         )
 
 
-def _launch_decode(
-    call: AttentionCall,
-    states: SplitStates,
-    slots: Slots,
-    runs: Runs,
-    num_runs: int,
-    tile: dict[str, int],
-) -> None:
-    heads = HeadTile.of(call, tile["BLOCK_M"])
-    assert runs.ROWS.value <= heads.ROWS.value, "BLOCK_M does not depend on the cache's dtype"
-    num_tiles = call.k.numbers.shape[-2] * heads.PARTS.value
-    num_programs = programs_a_tile(num_runs * num_tiles, states.num_splits)
-    decode_kernel[(num_runs, num_tiles, num_programs)](
-        states=states,
-        q=Queries.of(call),
-        kv=PagedKv.of(call),
-        scoring=Scoring.of(call),
-        mask=Mask.of(call),
-        widths=Widths.of(call),
-        heads=heads,
-        slots=slots,
-        runs=runs,
-        **tile,
-    )
+class DecodeLaunch(NamedTuple):
+    """Arguments of `decode.py` and `merge.py` for the same slots."""
+
+    call: AttentionCall
+    states: SplitStates
+    slots: Slots
+    first_slot: int
+    num_splits: int
+
+    def decode(self, runs: Runs, num_runs: int, tile: dict[str, int]) -> None:
+        """Writes the split states of the runs."""
+        call = self.call
+        heads = HeadTile.of(call, tile["BLOCK_M"])
+        assert runs.ROWS.value <= heads.ROWS.value, "BLOCK_M does not depend on the cache's dtype"
+        num_tiles = call.k.numbers.shape[-2] * heads.PARTS.value
+        num_programs = programs_a_tile(num_runs * num_tiles, self.num_splits)
+        decode_kernel[(num_runs, num_tiles, num_programs)](
+            states=self.states,
+            q=Queries.of(call),
+            kv=PagedKv.of(call),
+            scoring=Scoring.of(call),
+            mask=Mask.of(call),
+            widths=Widths.of(call),
+            heads=heads,
+            slots=self.slots,
+            runs=runs,
+            table_width=call.block_tables.stride(0),
+            first_slot=self.first_slot,
+            num_splits=self.num_splits,
+            **tile,
+        )
+
+    def merge(self, out: Tensor, count: int, tile: dict[str, int]) -> None:
+        """Merges the states of `count` slots into `out [T, H, V]`."""
+        num_heads = self.call.q.shape[1]
+        merge_kernel[(count, -(-num_heads // tile["HEADS_A_TILE"]))](
+            out,
+            states=self.states,
+            slots=self.slots,
+            mask=Mask.of(self.call),
+            widths=Widths.of(self.call),
+            sinks=self.call.sinks,
+            first_slot=self.first_slot,
+            num_splits=self.num_splits,
+            HEADS=num_heads,
+            **tile,
+        )
 
 
 def programs_a_tile(num_tiles: int, num_splits: int) -> int:

@@ -2,7 +2,8 @@
 constants (in capitals, `tl.constexpr`).
 
 Kernels read the bundles' fields without importing this file; bundles that kernels create are in
-`splits.py`.
+`splits.py`. Triton compiles a kernel again if an integer in a bundle becomes 1 or a multiple of 16,
+so numbers that change from step to step are arguments of their own (`do_not_specialize`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ class PagedKv(NamedTuple):
     k_scales: Tensor | None
     v_scales: Tensor | None
     block_tables: Tensor
-    table_width: int
     HEADS: tl.constexpr
     K_STRIDE: tl.constexpr
     """Elements from one head's key to the next."""
@@ -56,7 +56,6 @@ class PagedKv(NamedTuple):
             k_scales=call.k.scales,
             v_scales=call.v.scales,
             block_tables=call.block_tables,
-            table_width=call.block_tables.stride(0),
             HEADS=tl.constexpr(k.shape[-2]),
             K_STRIDE=tl.constexpr(k.shape[-1]),
             V_STRIDE=tl.constexpr(v.shape[-1]),
@@ -162,8 +161,6 @@ class Slots(NamedTuple):
     """Row of each slot; None: slot s is row s."""
     request_of: Tensor | None
     """Request of each slot; None: slot s is request s."""
-    first: int
-    """First slot of the launch."""
 
 
 class SplitStates(NamedTuple):
@@ -173,7 +170,6 @@ class SplitStates(NamedTuple):
     """m and l of each split, `[slots, H, splits, 2] fp32`."""
     accs: Tensor
     """Weighted value sums, `[slots, H, splits, V] fp32`."""
-    num_splits: int
 
 
 class Runs(NamedTuple):
@@ -199,8 +195,6 @@ class Requests(NamedTuple):
     """Keys of each request, `[R]`."""
     query_starts: Tensor
     """First row of each request, and the end, `[R + 1]`."""
-    num: int
-    """Number of requests, R."""
 
 
 def _dtypes(call: AttentionCall) -> tuple[Any, ...]:

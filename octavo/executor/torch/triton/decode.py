@@ -31,7 +31,7 @@ from octavo.executor.torch.triton.splits import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "first_slot", "num_splits"])
 def decode_kernel(
     states,
     q,
@@ -42,11 +42,17 @@ def decode_kernel(
     heads,
     slots,
     runs,
+    table_width,
+    first_slot,
+    num_splits,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Writes `states` (`SplitStates`). The arguments are bundles of `attention_arguments.py`:
     `SplitStates`, `Queries`, `PagedKv`, `Scoring`, `Mask`, `Widths`, `HeadTile`, `Slots`, `Runs`.
+
+    table_width: blocks from one row of the block tables to the next. first_slot: first slot of the
+    launch. num_splits: splits per head in `states`.
     """
     run = tl.program_id(0)
     kv_head = tl.program_id(1) // heads.PARTS
@@ -58,19 +64,19 @@ def decode_kernel(
         slot = tl.load(first + lane_row, mask=lane_row < runs.ROWS, other=-1)
         leader = tl.maximum(tl.load(first), 0)
     else:
-        slot = tl.where(lane_row == 0, slots.first + run, -1)
-        leader = slots.first + run
+        slot = tl.where(lane_row == 0, first_slot + run, -1)
+        leader = first_slot + run
     valid = (slot >= 0) & (head < heads.SHARE)
     slot = tl.where(valid, slot, 0)
     head = tl.where(valid, kv_head * heads.SHARE + head, 0)
     row = slot
     request = slot
-    table = kv.block_tables + leader.to(tl.int64) * kv.table_width
+    table = kv.block_tables + leader.to(tl.int64) * table_width
     if slots.row_of is not None:
         row = tl.load(slots.row_of + slot)
         request = tl.load(slots.request_of + slot)
         owner = tl.load(slots.request_of + leader).to(tl.int64)
-        table = kv.block_tables + owner * kv.table_width
+        table = kv.block_tables + owner * table_width
     place = tl.load(slots.places + row)
     context = tl.load(slots.context_lens + request)
     lanes = load_lanes(q, row, head, valid, place, context, mask, widths)
@@ -90,8 +96,8 @@ def decode_kernel(
         state = no_keys(BLOCK_M, widths.V_TILE)
         keys = KeyRange(table, kv_head, begin, end)
         state = attend_keys(state, lanes, keys, kv, scoring, widths, BLOCK_N=BLOCK_N, MASKED=True)
-        state_row = (slot - slots.first).to(tl.int64) * heads.HEADS + head
-        at = state_row * states.num_splits + split
+        state_row = (slot - first_slot).to(tl.int64) * heads.HEADS + head
+        at = state_row * num_splits + split
         tl.store(states.sums + 2 * at, state.m, mask=valid)
         tl.store(states.sums + 2 * at + 1, state.l, mask=valid)
         tl.store(

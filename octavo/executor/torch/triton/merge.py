@@ -20,7 +20,7 @@ from octavo.executor.torch.triton.splits import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_slot", "num_splits"])
 def merge_kernel(
     out,
     states,
@@ -28,14 +28,16 @@ def merge_kernel(
     mask,
     widths,
     sinks,
+    first_slot,
+    num_splits,
     HEADS: tl.constexpr,
     HEADS_A_TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Writes `out [T, H, V]` from the `SplitStates` of the previous launch; `slots`, `mask` and
-    `widths` are those of that launch.
+    """Writes `out [T, H, V]` from the `SplitStates` of the previous launch; `slots`, `mask`,
+    `widths` and the numbers are those of that launch.
     """
-    slot = slots.first + tl.program_id(0)
+    slot = first_slot + tl.program_id(0)
     head = tl.program_id(1) * HEADS_A_TILE + tl.arange(0, HEADS_A_TILE)
     valid = head < HEADS
     head = tl.where(valid, head, 0)
@@ -54,7 +56,7 @@ def merge_kernel(
     inside = valid[:, None] & (column < widths.V)[None, :]
     state = no_keys(HEADS_A_TILE, widths.V_TILE)
     for split in tl.range(first_split, last_split, num_stages=STAGES):
-        at = (tl.program_id(0).to(tl.int64) * HEADS + head) * states.num_splits + split
+        at = (tl.program_id(0).to(tl.int64) * HEADS + head) * num_splits + split
         m = tl.load(states.sums + 2 * at, mask=valid, other=float("-inf"))
         l = tl.load(states.sums + 2 * at + 1, mask=valid, other=0.0)
         acc = tl.load(

@@ -30,10 +30,10 @@ from octavo.executor.torch.triton.splits import (
 
 
 @triton.jit
-def find_request(tile, requests, ROWS: tl.constexpr):
+def find_request(tile, requests, num_requests, ROWS: tl.constexpr):
     """Returns the last request whose tiles begin at or before this one; -1 before the first."""
     known = 0
-    beyond = requests.num
+    beyond = num_requests
     while known < beyond:
         middle = (known + beyond) // 2
         if tl.load(requests.query_starts + middle) // ROWS + middle <= tile:
@@ -43,7 +43,7 @@ def find_request(tile, requests, ROWS: tl.constexpr):
     return known - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "num_requests"])
 def prefill_kernel(
     out,
     q,
@@ -54,6 +54,8 @@ def prefill_kernel(
     heads,
     requests,
     sinks,
+    table_width,
+    num_requests,
     BY_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -61,12 +63,14 @@ def prefill_kernel(
     """Writes `out [T, H, V]`. The arguments from `q` on are bundles of `attention_arguments.py`:
     `Queries`, `PagedKv`, `Scoring`, `Mask`, `Widths`, `HeadTile`, `Requests`.
 
+    table_width: blocks from one row of the block tables to the next.
+
     BY_SPLIT: each split has a separate state, so that a row's bits are independent of other rows.
     Otherwise one state covers all keys, and keys visible to every row of the tile skip the mask.
     """
     # The last tiles see the most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    request = find_request(tile, requests, heads.ROWS)
+    request = find_request(tile, requests, num_requests, heads.ROWS)
     if request < 0:
         return
     start = tl.load(requests.query_starts + request)
@@ -87,7 +91,7 @@ def prefill_kernel(
     lanes = load_lanes(q, row, head, valid, place, context, mask, widths)
     first_key = tl.min(tl.where(valid, lanes.low, 1 << 30), axis=0)
     last_key = tl.max(lanes.high, axis=0)
-    table = kv.block_tables + request.to(tl.int64) * kv.table_width
+    table = kv.block_tables + request.to(tl.int64) * table_width
     state = no_keys(BLOCK_M, widths.V_TILE)
     if BY_SPLIT:
         for split in range(first_key // SPLIT_KEYS, (last_key + SPLIT_KEYS - 1) // SPLIT_KEYS):

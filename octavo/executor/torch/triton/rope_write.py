@@ -124,7 +124,7 @@ def store(numbers, at, x, scale, inside):
         tl.store(numbers + at, tl.where(wide > 0, codes, 0.0).to(tl.int8), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rope_write_kernel(
     q_out,
     q,

@@ -179,14 +179,14 @@ def call_of(
     score_constants = constants(bias_kind.value, limit, capped, precision)
     return {
         "q": bundles.Queries(q, "i32", "i32", tl.constexpr(dtype)),
-        "kv": bundles.PagedKv(kv, kv, scales, scales, "*i32", "i32", *kv_constants),
+        "kv": bundles.PagedKv(kv, kv, scales, scales, "*i32", *kv_constants),
         "scoring": bundles.Scoring("fp32", "fp32", bias, *score_constants),
         "mask": bundles.Mask(*constants(window, chunk, full)),
         "widths": bundles.Widths(*constants(*widths)),
-        "states": bundles.SplitStates("*fp32", "*fp32", "i32"),
-        "slots": bundles.Slots("*i32", "*i32", *(["*i64"] * 2 if scales else [None] * 2), "i32"),
+        "states": bundles.SplitStates("*fp32", "*fp32"),
+        "slots": bundles.Slots("*i32", "*i32", *(["*i64"] * 2 if scales else [None] * 2)),
         "runs": bundles.Runs(*run_arrays, tl.constexpr(run_rows)),
-        "requests": bundles.Requests("*i32", "*i32", "*i32", "i32"),
+        "requests": bundles.Requests("*i32", "*i32", "*i32"),
         "sinks": sinks,
         "out": q,
     }, (num_heads, share)
