@@ -27,7 +27,7 @@ class BackendChoice:
     attention_backend: Literal["auto", "triton", "sdpa"] = option(
         "auto",
         "Backend",
-        "Choose the attention kernels (torch)",
+        "Choose attention kernels (torch)",
         details="sdpa: PyTorch's scaled_dot_product_attention; auto: triton on CUDA if installed,"
         " else sdpa.",
     )

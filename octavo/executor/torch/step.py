@@ -87,6 +87,8 @@ class Staging:
     def _view(self, name: str, start: int, array: NDArray) -> Tensor:
         parts, num_bytes = _get_parts(name, array)
         pitch, dtype = _aligned(num_bytes), TYPES[array.dtype.name]
+        if parts == 1 or not num_bytes:
+            return self._on_device[start : start + array.nbytes].view(dtype).view(array.shape)
         rows = self._on_device[start : start + parts * pitch].view(parts, pitch)
         return rows[:, :num_bytes].view(dtype).view(array.shape)
 
