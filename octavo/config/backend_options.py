@@ -34,7 +34,7 @@ class BackendChoice:
     torch_kernels: Literal["auto", "plain", "triton"] = option(
         "auto",
         "Backend",
-        "Choose the kernels other than attention (torch)",
+        "Choose kernels other than attention (torch)",
         details="For norms, gates, small matmuls with quantized weights, experts and sampling."
         " auto: triton on CUDA, else plain.",
     )
