@@ -19,8 +19,8 @@ from octavo.api.sampling_params import SamplingParams
 MODEL_LIMIT = -1
 """Value of `truncate_prompt_tokens`: truncate to the model's context length."""
 
-PoolingTask = Literal["embed", "classify", "token_embed"]
-"""Task of a pooling model; "token_embed" returns an embedding of each token."""
+PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
+"""Task of a pooling model, with vLLM's names; "token_..." returns a row for each token."""
 
 PoolingActivation = Literal["none", "sigmoid", "softmax"]
 """Function from classifier scores to probabilities; "none" keeps the scores."""

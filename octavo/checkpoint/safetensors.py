@@ -68,7 +68,7 @@ INDEX = "model.safetensors.index.json"
 
 ENCODER_PREFIXES = (
     *("albert.", "bert.", "deberta.", "distilbert.", "electra.", "gte.", "mpnet.", "new."),
-    "roberta.",
+    *("nomic_bert.", "roberta."),
 )
 """Prefixes of encoders. Whether a checkpoint has them may differ from its `architectures`: the
 published all-mpnet-base-v2 names a head, but was saved without one."""

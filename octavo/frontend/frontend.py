@@ -56,6 +56,7 @@ TASKS: Mapping[PoolingTask, str] = {
     "embed": "make embeddings",
     "classify": "classify texts",
     "token_embed": "make embeddings of tokens",
+    "token_classify": "classify tokens",
 }
 """Descriptions of the tasks for error messages."""
 
@@ -167,9 +168,7 @@ class Frontend:
         run it.
         """
         if isinstance(params, PoolingParams):
-            return self.get_pooling_inputs("embed", "classify", "token_embed").process(
-                request_id, prompt, params, origin
-            )
+            return self.get_pooling_inputs(*TASKS).process(request_id, prompt, params, origin)
         if self.pooling is not None:
             self.check_generates()
         if isinstance(prompt, TextPair | MarkedText):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -140,7 +140,7 @@ class PoolingInputs:
         """
         params = msgspec.structs.replace(params)
         pools = self.pools
-        embeds = pools.task != "classify"
+        embeds = pools.task in ("embed", "token_embed")
         for name in ("activation",) if embeds else ("dimensions", "normalize"):
             if getattr(params, name) is not None:
                 what = "embedding models" if embeds else "classifiers"
@@ -340,11 +340,11 @@ class PoolingJobs:
     def pooling(
         self, prompts: Texts, params: PoolingParams | None = None
     ) -> PoolingJob[PoolingRequestOutput]:
-        """Returns the job that pools each prompt as the model does: an embedding, an embedding of
-        each token, or probabilities.
+        """Returns the job that pools each prompt as the model does: an embedding or
+        probabilities, of the text or of each token.
         """
-        task = self.pools("embed", "classify", "token_embed").pools.task
-        keeps_tokens = task == "token_embed"
+        task = self.pools(*get_args(PoolingTask)).pools.task
+        keeps_tokens = task in ("token_embed", "token_classify")
         return PoolingJob(
             prompt_list(prompts),
             get_pooling_params(params),

@@ -8,7 +8,7 @@ from octavo.models.encoder import EncoderShape, base_prefix
 from octavo.models.hf_config import HfConfig
 from octavo.models.matrix_rows import Rows, linear_part
 from octavo.models.pooled_row import embed_rows
-from octavo.models.pooling import RowPooling, is_classifier, num_labels
+from octavo.models.pooling import RowPooling, is_classifier, is_token_classifier, num_labels
 from octavo.models.rope import tables_by_layer_type
 from octavo.program.builder import Builder
 from octavo.program.ops import NearBias
@@ -78,11 +78,12 @@ def build(config: HfConfig) -> dict[str, Program]:
         x = b.add(x, attend(rows, f"{layer}.attn", i))
         x = b.add(x, mlp(norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp"))
     x = norm(x, f"{prefix}final_norm")
-    if not is_classifier(config):
+    of_tokens = is_token_classifier(config)
+    if not of_tokens and not is_classifier(config):
         return {"encoder": b.finish(pooled=embed_rows(b, x, config))}
-    pooled = b.pool_rows(x, _classifier_pooling(config))
+    rows = b.gather_rows(x) if of_tokens else b.pool_rows(x, _classifier_pooling(config))
     dense_bias = config.flag("classifier_bias", False)
-    dense = b.linear(pooled, "head.dense", hidden, bias=dense_bias)
+    dense = b.linear(rows, "head.dense", hidden, bias=dense_bias)
     head = norm(b.act(dense, config.activation("classifier_activation", "gelu")), "head.norm")
     return {"encoder": b.finish(pooled=b.linear(head, "classifier", num_labels(config), bias=True))}
 

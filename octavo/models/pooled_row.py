@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from octavo.api.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
-from octavo.models.pooling import PooledHead, pooling_mode
+from octavo.models.pooling import PooledHead, is_token_classifier, num_labels, pooling_mode
 from octavo.program.builder import Builder
 from octavo.program.ops import Activation
 from octavo.program.program import Value
@@ -38,9 +38,11 @@ def pooled_row(
 
 
 def embed_rows(b: Builder, x: Value, config: HfConfig) -> Value:
-    """Appends the pooling of an encoder's rows and the Dense modules after it; returns a row per
-    text, or per token.
+    """Appends the pooling of an encoder's rows and the Dense modules after it, or the classifier of
+    each token; returns a row per text, or per token.
     """
+    if is_token_classifier(config):
+        return b.linear(b.gather_rows(x), "classifier", num_labels(config), bias=True)
     mode = pooling_mode(config)
     rows = b.gather_rows(x) if mode == "tokens" else b.pool_rows(x, mode)
     for dense in config.table("pooling").get("dense", ()):

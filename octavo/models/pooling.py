@@ -82,6 +82,10 @@ def is_classifier(config: HfConfig) -> bool:
     return config.architecture.endswith("ForSequenceClassification") or bool(score_tokens(config))
 
 
+def is_token_classifier(config: HfConfig) -> bool:
+    return config.architecture.endswith("ForTokenClassification")
+
+
 def score_tokens(config: HfConfig) -> tuple[int, ...]:
     ids = HfConfig(config.table("pooling")).integers("score_tokens")
     for token_id in ids:

@@ -45,6 +45,7 @@ PATHS_TO_TRY: Mapping[PoolingTask, str] = {
     "embed": "/v1/embeddings",
     "classify": "/classify",
     "token_embed": "/pooling",
+    "token_classify": "/pooling",
 }
 """Path of an example request for a pooling model."""
 

@@ -12,7 +12,13 @@ from octavo.api.errors import UnsupportedModel
 from octavo.api.outputs import RequestOutput
 from octavo.frontend.pooling import Pools
 from octavo.models.hf_config import HfConfig
-from octavo.models.pooling import get_activation, get_labels, get_pair_template, is_classifier
+from octavo.models.pooling import (
+    get_activation,
+    get_labels,
+    get_pair_template,
+    is_classifier,
+    is_token_classifier,
+)
 from octavo.program.ops import Attention, Embedding, PoolRows
 from octavo.program.program import Program
 
@@ -35,6 +41,15 @@ def get_pools(config: Mapping[str, Any], program: Program) -> Pools:
         ),
         dimensions=_dimensions(hf, width),
     )
+    if is_token_classifier(hf):
+        return replace(
+            rows,
+            task="token_classify",
+            normalize=False,
+            activation=get_activation(hf, width),
+            labels=get_labels(hf, width),
+            dimensions=(),
+        )
     if program.outputs["pooled"].axis == "samples":
         return replace(
             rows,

@@ -129,6 +129,18 @@ def test_a_dense_module_follows_the_pooling(tmp_path: Path, activation: str) -> 
         assert pooled.outputs.data == output.outputs.embedding
 
 
+def test_tokens_have_the_probabilities_of_their_labels(tmp_path: Path) -> None:
+    model = encoder("bert", classifies=True, head="Token")
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        rows = model(torch.tensor([[3, 5, 6, 7, 4]])).logits[0].softmax(dim=-1)
+    with LLM(str(tmp_path), report=quiet, skip_tokenizer_init=True) as llm:
+        (output,) = llm.encode([[3, 5, 6, 7, 4]], use_tqdm=False)
+        np.testing.assert_allclose(output.outputs.data, rows, atol=3e-5)
+        with pytest.raises(InvalidRequest, match="can classify tokens and does not classify texts"):
+            llm.classify([[5, 6]])
+
+
 def test_an_unknown_activation_is_rejected(tmp_path: Path) -> None:
     path = pylate(tmp_path)
     config = {"out_features": WIDTH, "bias": False, "activation_function": "torch.nn.GELU"}

@@ -194,6 +194,15 @@ def test_tensors_may_have_the_prefix_of_another_class(
     close(run(path.parent), wanted(family, "mean"), 1e-9)
 
 
+@pytest.mark.parametrize("family", ENCODERS)
+def test_tokens_are_classified_as_in_transformers(saved: Any, family: str) -> None:
+    model = in_float64(encoder(family, classifies=True, head="Token"))
+    with double_precision():
+        expected = [model(torch.tensor(ids)[None]).logits[0].numpy() for ids in requests()]
+    got = run(saved(encoder(family, classifies=True, head="Token")))
+    close(got, np.concatenate(expected), 1e-9)
+
+
 def test_reference_reads_segments_as_transformers(saved: Any) -> None:
     model = encoder("bert", classifies=True)
     runner = PagedRunner(saved(model))

@@ -26,10 +26,15 @@ def encoder_config(family: str) -> dict[str, Any]:
 
 
 @cache
-def encoder(family: str, classifies: bool = False, num_labels: int = 3) -> Any:
-    """Returns the torch model in float32, eval mode; one that `classifies` has labels."""
+def encoder(
+    family: str, classifies: bool = False, num_labels: int = 3, head: str = "Sequence"
+) -> Any:
+    """Returns the torch model in float32, eval mode; one that `classifies` has labels of texts, or
+    of tokens with the head "Token".
+    """
     config = transformers.AutoConfig.for_model(family, **SHAPE | ENCODERS[family])
-    kind = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModel
+    name = f"AutoModelFor{head}Classification" if classifies else "AutoModel"
+    kind = getattr(transformers, name)
     config.num_labels = num_labels
     model = kind.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)

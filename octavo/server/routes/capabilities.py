@@ -39,6 +39,7 @@ POOLING_BODIES: Mapping[PoolingTask, dict[str, type[Body]]] = {
     "embed": {embeddings.PATH: embeddings.EmbeddingBody} | SHARED_BODIES,
     "classify": {classify.PATH: ClassifyBody} | SHARED_BODIES,
     "token_embed": SHARED_BODIES,
+    "token_classify": {pooling_route.PATH: pooling_route.PoolBody},
 }
 COUNTS_OF_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 LONGEST_ANSWER = ("max_tokens", "max_completion_tokens")

@@ -28,6 +28,7 @@ CAPABILITIES: Mapping[PoolingTask, str] = {
     "embed": "embeddings",
     "classify": "classify",
     "token_embed": "token_embeddings",
+    "token_classify": "token_classify",
 }
 """Capability of a pooling model in its card."""
 
