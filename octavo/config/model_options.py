@@ -177,6 +177,13 @@ class MediaOptions:
     max_image_pixels: int = option(
         50_000_000, "Multimodal", "Reject images with more than N pixels", unit="count", low=1
     )
+    max_videos: int = option(1, "Multimodal", "Accept at most N videos per prompt", low=1)
+    max_video_frames: int = option(
+        64, "Multimodal", "Sample at most N frames of a video", unit="count", low=1
+    )
+    max_video_bytes: int = option(
+        100 << 20, "Multimodal", "Reject larger video files", unit="bytes", low=1
+    )
     media_dir: str | None = option(
         None, "Multimodal", "Allow image files from this directory in prompts", derived="none"
     )

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from octavo.api.errors import InvalidRequest, shown
 from octavo.engine.protocol.step import MediaItem, MediaPixels
 from octavo.frontend.arguments import Messages
-from octavo.text.ports import DecodedImage, ImageReader
+from octavo.text.ports import DecodedImage, ImageReader, VideoSource
 
 KEY = "multi_modal_data"
 """Key of a prompt's dict under which its images are given, as {"image": ...}."""
@@ -33,16 +33,31 @@ def get_images(prompt: object) -> list[Any]:
     if not isinstance(prompt, Mapping) or prompt.get(KEY) is None:
         return []
     media = prompt[KEY]
-    if not isinstance(media, Mapping) or not media.keys() <= {"image"}:
+    if not isinstance(media, Mapping) or not media.keys() <= {"image", "video"}:
         raise InvalidRequest(
             f"{KEY}: got {shown(media)}, expected {{'image': IMAGE}} with an image or a list of"
-            " images",
+            " images, or {'video': [VIDEO]}",
             param=KEY,
         )
-    images = media.get("image")
-    if images is None:
-        return []
-    return list(images) if isinstance(images, list | tuple) else [images]
+    images, videos = media.get("image"), media.get("video")
+    images = list(images) if isinstance(images, list | tuple) else [images]
+    videos = videos if isinstance(videos, list) else [videos]
+    return [
+        *(image for image in images if image is not None),
+        *map(_video, (video for video in videos if video is not None)),
+    ]
+
+
+def _video(source: Any) -> Any:
+    """Returns a video with its rate, if it is given as (frames, {"fps": RATE}) as in vLLM."""
+    if isinstance(source, DecodedImage | VideoSource):
+        return source
+    fps = None
+    if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping):
+        source, fps = source[0], source[1].get("fps")
+    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or fps <= 0):
+        raise InvalidRequest(f"fps: got {fps!r}, expected a number above 0", param="fps")
+    return VideoSource(source, fps)
 
 
 def extract_images(messages: Messages) -> tuple[Messages, list[Any]]:
@@ -66,20 +81,29 @@ def extract_images(messages: Messages) -> tuple[Messages, list[Any]]:
 def _part(part: Any, images: list[Any], where: str) -> Any:
     """Returns a content part for the template; appends its image, if any, to `images`."""
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("video", "video_url"):
+        images.append(_video(_source(part, "video", where)))
+        return {"type": "video"}
     if kind not in ("image", "image_url"):
         return part
-    source = part.get("image_url", part.get("image", part.get("url", part.get("path"))))
+    images.append(_source(part, "image", where))
+    return {"type": "image"}
+
+
+def _source(part: Mapping[str, Any], noun: str, where: str) -> Any:
+    source = part.get(f"{noun}_url", part.get(noun, part.get("url", part.get("path"))))
     if isinstance(source, Mapping):
         source = source.get("url")
     if source is None:
+        kind = {"image": "image/png", "video": "video/mp4"}[noun]
+        article = {"image": "an image", "video": "a video"}[noun]
         raise InvalidRequest(
-            f"{where}: got an image part without an image, expected a data URL",
-            hint="write it as {'type': 'image_url', 'image_url': {'url':"
-            " 'data:image/png;base64,...'}}",
+            f"{where}: got {article} part without {article}, expected a data URL",
+            hint=f"write it as {{'type': '{noun}_url', '{noun}_url': {{'url':"
+            f" 'data:{kind};base64,...'}}}}",
             param=where,
         )
-    images.append(source)
-    return {"type": "image"}
+    return source
 
 
 class ImageInputs:
@@ -107,35 +131,47 @@ class ImageInputs:
     def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
         """Reads images; raises InvalidRequest if the model does not accept any."""
         if self._reader is None:
+            is_video = isinstance(sources[0], VideoSource)
+            noun, what = ("video", "a video") if is_video else ("image", "an image")
             raise InvalidRequest(
-                "image: got an image, but the model accepts text only",
+                f"{noun}: got {what}, but the model accepts text only",
                 hint="use a vision model, such as Qwen2.5-VL or Gemma 3, on one device",
-                param="image",
+                param=noun,
             )
         return self._reader.read(sources)
 
     def placed(self, token_ids: Sequence[int], sources: Sequence[Any]) -> PromptWithImages:
-        """Replaces each image placeholder token by the tokens of one image."""
-        images = self.read(sources)
+        """Replaces each placeholder token by the tokens of one image or video."""
+        decoded = self.read(sources)
         assert self._reader is not None, "images are refused without a reader"
-        token_id = self._reader.token_id
-        count = sum(token == token_id for token in token_ids)
-        if count != len(images):
-            words = " or ".join(map(repr, self.replacements)) or f"the token {token_id}"
-            raise InvalidRequest(
-                f"prompt: has placeholders for {count} images, got {len(images)}",
-                hint=f"insert {words} once per image, or send messages with image_url parts",
-                param="prompt",
-            )
+        images = [one for one in decoded if not one.is_video]
+        videos = [one for one in decoded if one.is_video]
+        token_id, video_token_id = self._reader.token_id, self._reader.video_token_id
+        self._check_places(token_ids, token_id, len(images), "image")
+        left = {token_id: iter(images)}
+        if video_token_id is not None:
+            self._check_places(token_ids, video_token_id, len(videos), "video")
+            left[video_token_id] = iter(videos)
         new_ids: list[int] = []
         media: list[MediaItem] = []
-        left = iter(images)
         for token in token_ids:
-            if token != token_id:
+            if token not in left:
                 new_ids.append(token)
                 continue
-            image, first = next(left), len(new_ids)
-            media += [replace(item, start=item.start + first) for item in image.media]
-            new_ids += image.token_ids
-        pixels = {view.digest: view for image in images for view in image.pixels}
+            one, first = next(left[token]), len(new_ids)
+            media += [replace(item, start=item.start + first) for item in one.media]
+            new_ids += one.token_ids
+        pixels = {view.digest: view for one in decoded for view in one.pixels}
         return PromptWithImages(new_ids, media, list(pixels.values()))
+
+    def _check_places(
+        self, token_ids: Sequence[int], token_id: int, num_given: int, noun: str
+    ) -> None:
+        count = sum(token == token_id for token in token_ids)
+        if count != num_given:
+            words = " or ".join(map(repr, self.replacements)) or f"the token {token_id}"
+            raise InvalidRequest(
+                f"prompt: has placeholders for {count} {noun}s, got {num_given}",
+                hint=f"insert {words} once per {noun}, or send messages with {noun}_url parts",
+                param="prompt",
+            )

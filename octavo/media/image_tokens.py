@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from octavo.engine.protocol.step import MediaItem, MediaPixels
 from octavo.text.ports import DecodedImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoTokens:
+    """Placeholder tokens of a model's videos, one group of frames after the other."""
+
+    token_id: int
+    """Token of each cell."""
+    before: Callable[[float], list[int]]
+    """Returns the tokens before a group, by its time in seconds."""
+    after: list[int]
+    """Tokens after a group; []: groups follow each other, and have different positions in time."""
+    positions_per_second: int | None
+    """Positions in time per second; None: one per group."""
+
+    def get_interval(self, group_seconds: float) -> float:
+        """Returns the positions between two groups."""
+        per_second = self.positions_per_second
+        return 1.0 if per_second is None else per_second * group_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +62,34 @@ class ImageTokens:
         left = iter(views)
         for token_id in template:
             if token_id == self.token_id:
-                self._add_view(image, next(left))
+                self.add_view(image, next(left))
             else:
                 image.token_ids.append(token_id)
         return image
 
-    def _add_view(self, image: DecodedImage, view: MediaPixels) -> None:
+    def decode_video(
+        self,
+        video: VideoTokens,
+        groups: Sequence[MediaPixels],
+        seconds: Sequence[float],
+        group_seconds: float,
+    ) -> DecodedImage:
+        """Returns a video's groups of frames with their tokens; `seconds` are their times and
+        `group_seconds` the time from one to the next.
+        """
+        decoded = DecodedImage([], [], list(groups), is_video=True)
+        for index, (view, second) in enumerate(zip(groups, seconds, strict=True)):
+            tokens = replace(self, token_id=video.token_id)
+            decoded.token_ids.extend(video.before(second))
+            tokens.add_view(decoded, view)
+            decoded.token_ids.extend(video.after)
+            if not video.after:
+                time = int(index * video.get_interval(group_seconds))
+                item = structs.replace(decoded.media[-1], time=time, joins=index > 0)
+                decoded.media[-1] = item
+        return decoded
+
+    def add_view(self, image: DecodedImage, view: MediaPixels) -> None:
         """Appends a view's tokens."""
         rows, columns = view.height // self.multiple, view.width // self.multiple
         token_ids = [self.token_id] * columns

@@ -25,6 +25,11 @@ class ImageLimits:
     """Folder from which files may be read; None: no files."""
     fetches_urls: bool = False
     """Whether http and https URLs are fetched."""
+    noun: str = "image"
+    """What is limited, as errors and options call it."""
+
+    def error(self, what: str, hint: str) -> InvalidRequest:
+        return InvalidRequest(f"{self.noun}: {what}", hint=hint, param=self.noun)
 
 
 def image_error(what: str, hint: str) -> InvalidRequest:
@@ -33,22 +38,23 @@ def image_error(what: str, hint: str) -> InvalidRequest:
 
 def check_bytes(num_bytes: int, limits: ImageLimits) -> None:
     if num_bytes == 0:
-        raise image_error("got no bytes", "upload the complete file")
+        raise limits.error("got no bytes", "upload the complete file")
     if num_bytes > limits.max_bytes:
-        raise image_error(
+        raise limits.error(
             f"got a file of {num_bytes:,} bytes or more, expected at most {limits.max_bytes:,}",
-            "send a smaller image, or start the engine with a larger --max-image-bytes",
+            f"send a smaller {limits.noun}, or start the engine with a larger"
+            f" --max-{limits.noun}-bytes",
         )
 
 
 def check_size(width: int, height: int, limits: ImageLimits) -> None:
     if width < 1 or height < 1 or max(width, height) > MAX_SIDE:
-        raise image_error(
+        raise limits.error(
             f"got {width:,} x {height:,} pixels, expected 1 to {MAX_SIDE:,} a side",
             "send an image of a supported size",
         )
     if width * height > limits.max_pixels:
-        raise image_error(
+        raise limits.error(
             f"got {width:,} x {height:,} pixels, expected at most {limits.max_pixels:,} in all",
             "resize the image, or start the engine with a larger --max-image-pixels",
         )

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.api.errors import InvalidRequest
 from octavo.engine.protocol.step import MediaPixels
 from octavo.media.image_tokens import ImageTokens
 from octavo.media.limits import ImageLimits, check_size, image_error
 from octavo.media.rules import ImageRules
 from octavo.media.sources import read_file, read_source
+from octavo.media.video import VideoReader, group_frames, video_error
 from octavo.media.views import cut_views
-from octavo.text.ports import DecodedImage
+from octavo.text.ports import DecodedImage, VideoSource
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,6 +40,8 @@ class PillowReader:
     replacements: Mapping[str, str] = field(default_factory=dict)
     """Placeholder texts in a prompt and their replacements, each of which contains the token once.
     """
+    videos: VideoReader | None = None
+    """Reads videos; None if the model reads none."""
 
     @property
     def token_id(self) -> int:
@@ -47,19 +49,35 @@ class PillowReader:
         return self.tokens.token_id
 
     def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
-        """Reads images from URLs, paths, bytes, Pillow images or arrays."""
-        if len(sources) > self.limits.max_images:
-            raise InvalidRequest(
-                f"image: got {len(sources)} images, expected at most {self.limits.max_images} per"
-                f" prompt",
-                hint="send fewer images, or start the engine with a larger --max-images",
-                param="image",
-            )
+        """Reads images from URLs, paths, bytes, Pillow images or arrays, and videos."""
+        num_videos = sum(map(is_video, sources))
+        _check_count(len(sources) - num_videos, self.limits)
+        if self.videos is not None:
+            _check_count(num_videos, self.videos.limits)
         need_pillow()
-        return [
-            source if isinstance(source, DecodedImage) else self._prepared(self._image(source))
-            for source in sources
-        ]
+        return [self._read(source) for source in sources]
+
+    def _read(self, source: object) -> DecodedImage:
+        if isinstance(source, DecodedImage):
+            return source
+        if not isinstance(source, VideoSource):
+            return self._prepared(self._image(source))
+        if self.videos is None:
+            raise video_error(
+                "got a video, but the model reads images only",
+                "use a model that reads videos, such as Qwen3-VL, or send frames as images",
+            )
+        frames = self.videos.read(source, self._image)
+        groups = group_frames(frames, self.videos.rules)
+        pixels = [self._pixels(*group.images) for group in groups]
+        seconds = [group.second for group in groups]
+        group_seconds = self.videos.rules.group / frames.sampled_fps
+        return self.tokens.decode_video(self.videos.tokens, pixels, seconds, group_seconds)
+
+    @property
+    def video_token_id(self) -> int | None:
+        """Placeholder token of each row of a video; None if the model reads no videos."""
+        return None if self.videos is None else self.videos.tokens.token_id
 
     def _image(self, source: object) -> Image:
         if isinstance(source, str):
@@ -74,10 +92,10 @@ class PillowReader:
         views = cut_views(image, self.rules)
         return self.tokens.decode([self._pixels(view) for view in views.images], views.tiles)
 
-    def _pixels(self, view: Image) -> MediaPixels:
-        data = view.tobytes()
+    def _pixels(self, view: Image, *more_frames: Image) -> MediaPixels:
+        data = b"".join(frame.tobytes() for frame in (view, *more_frames))
         digest = self._digest(view.height, view.width, data)
-        return MediaPixels(digest, view.height, view.width, data)
+        return MediaPixels(digest, view.height, view.width, data, 1 + len(more_frames))
 
     def _digest(self, height: int, width: int, data: bytes) -> bytes:
         """Returns a digest of everything that determines the vision tower's output, except its
@@ -88,6 +106,19 @@ class PillowReader:
         digest.update(struct.pack("<QQ7d", height, width, *scale))
         digest.update(data)
         return digest.digest()
+
+
+def is_video(source: object) -> bool:
+    return source.is_video if isinstance(source, DecodedImage) else isinstance(source, VideoSource)
+
+
+def _check_count(count: int, limits: ImageLimits) -> None:
+    if count > limits.max_images:
+        noun = limits.noun
+        raise limits.error(
+            f"got {count} {noun}s, expected at most {limits.max_images} per prompt",
+            f"send fewer {noun}s, or start the engine with a larger --max-{noun}s",
+        )
 
 
 def _own_file(path: Path, limits: ImageLimits) -> bytes:

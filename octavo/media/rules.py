@@ -142,6 +142,12 @@ def rules_file(path: Path) -> Path | None:
     return next((path / name for name in FILES if (path / name).is_file()), None)
 
 
+def video_rules_file(path: Path) -> Path | None:
+    """Returns the preprocessor config file of videos; None if there is none."""
+    file = path / "video_preprocessor_config.json"
+    return file if file.is_file() else None
+
+
 def _number(name: str, value: object) -> int:
     if not isinstance(value, int) or value < 1:
         raise _wrong(name, value, "an integer above 0")

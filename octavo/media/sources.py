@@ -10,7 +10,7 @@ import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.media.limits import ImageLimits, check_bytes, image_error
+from octavo.media.limits import ImageLimits, check_bytes
 
 if TYPE_CHECKING:
     import httpx2
@@ -36,7 +36,7 @@ def read_base64(text: str, limits: ImageLimits) -> bytes:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise image_error(
+        raise limits.error(
             f"its base64 cannot be read: {error}",
             "encode the whole file as standard base64, without line breaks",
         ) from None
@@ -47,7 +47,7 @@ def read_base64(text: str, limits: ImageLimits) -> bytes:
 def read_file(name: str, limits: ImageLimits) -> bytes:
     """Reads a file of the allowed folder, given by relative path or `file:` URL."""
     if limits.folder is None:
-        raise image_error(
+        raise limits.error(
             f"got {name[:80]!r}, expected data URLs such as data:image/png;base64,...",
             "start the engine with --media-dir to allow files of a directory",
         )
@@ -55,7 +55,7 @@ def read_file(name: str, limits: ImageLimits) -> bytes:
     path = urllib.parse.unquote(name[5:]) if name.startswith("file:") else name
     path_inside = _inside(folder, Path(path)) or _inside(folder, folder / path.lstrip("/"))
     if path_inside is None:
-        raise image_error(
+        raise limits.error(
             f"there is no file {name[:80]!r} in the media directory",
             "use a file in --media-dir",
         )
@@ -82,7 +82,7 @@ def _bounded(path: Path, limits: ImageLimits) -> bytes:
 def _from_data_url(url: str, limits: ImageLimits) -> bytes:
     head = DATA_URL.match(url[:256])
     if head is None or not head["base64"]:
-        raise image_error(
+        raise limits.error(
             f"got the data URL {url[:40]!r}, which is not a valid data URL",
             "write it as data:image/png;base64,...",
         )
@@ -91,7 +91,7 @@ def _from_data_url(url: str, limits: ImageLimits) -> bytes:
 
 def _fetched(url: str, limits: ImageLimits) -> bytes:
     if not limits.fetches_urls:
-        raise image_error(
+        raise limits.error(
             f"got the address {url[:80]!r}, but fetching URLs is disabled",
             "send the image as a data URL, or start the engine with --allow-media-urls",
         )
@@ -105,7 +105,7 @@ def _fetched(url: str, limits: ImageLimits) -> bytes:
                 if len(data) > limits.max_bytes:
                     break
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise image_error(
+        raise limits.error(
             f"the address {url[:80]!r} cannot be fetched: {error}",
             "check that the engine's machine can reach this address",
         ) from None

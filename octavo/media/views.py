@@ -36,7 +36,7 @@ def cut_views(image: Image, rules: ImageRules) -> Views:
 def _by_area(image: Image, rules: ImageRules) -> Views:
     """Keeps the shape within limits of the area, as Qwen2-VL."""
     _check_ratio(image)
-    return Views([_resized(image, area_size(image.height, image.width, rules), rules)])
+    return Views([resized(image, area_size(image.height, image.width, rules), rules)])
 
 
 def area_size(height: int, width: int, rules: ImageRules) -> PixelSize:
@@ -68,7 +68,7 @@ def _by_longest_edge(image: Image, rules: ImageRules) -> Views:
     high, wide = (math.ceil(side / unit) * unit for side in (height, width))
     if high * wide > rules.max_pixels:
         high, wide = area_size(height, width, rules)
-    return Views([_resized(image, PixelSize(high, wide), rules)])
+    return Views([resized(image, PixelSize(high, wide), rules)])
 
 
 def _to_square(image: Image, rules: ImageRules) -> Views:
@@ -77,11 +77,11 @@ def _to_square(image: Image, rules: ImageRules) -> Views:
     """
     assert rules.side is not None, "towers of fixed size have a side"
     if not rules.edge:
-        return Views([_resized(image, PixelSize(rules.side, rules.side), rules)])
+        return Views([resized(image, PixelSize(rules.side, rules.side), rules)])
     short, long = sorted((image.height, image.width))
     long = int(rules.edge * long / short)
     size = (rules.edge, long) if image.height <= image.width else (long, rules.edge)
-    scaled = _resized(image, PixelSize(*size), rules)
+    scaled = resized(image, PixelSize(*size), rules)
     left, top = (scaled.width - rules.side) // 2, (scaled.height - rules.side) // 2
     return Views([scaled.crop((left, top, left + rules.side, top + rules.side))])
 
@@ -95,7 +95,7 @@ def _check_ratio(image: Image) -> None:
         )
 
 
-def _resized(image: Image, size: PixelSize, rules: ImageRules) -> Image:
+def resized(image: Image, size: PixelSize, rules: ImageRules) -> Image:
     resample: Any = rules.resample
     return image.resize((size.width, size.height), resample)
 

@@ -54,7 +54,9 @@ def image_layout(config: HfConfig) -> ImageLayout:
             f"config.json: window_size in vision_config is {pixels}, expected a multiple of"
             f" {layout.multiple} pixels"
         )
-    return replace(layout, window=pixels // layout.multiple)
+    per_second = vision.integer("tokens_per_second", 4, low=1)
+    video = layout.video and replace(layout.video, positions_per_second=per_second)
+    return replace(layout, window=pixels // layout.multiple, video=video)
 
 
 def _tower(vision: HfConfig) -> Program:

@@ -17,6 +17,7 @@ from octavo.models.qwen2 import upper_windows
 from octavo.models.vision import (
     IMAGE,
     ImageLayout,
+    VideoLayout,
     VisionShape,
     attend,
     finish_vision,
@@ -53,6 +54,7 @@ def image_layout(config: HfConfig) -> ImageLayout:
         cell=vision.size("spatial_merge_size", 2),
         token_id=config.integer("image_token_id", 151_655),
         num_frames=vision.size("temporal_patch_size", 2),
+        video=VideoLayout(token_id=config.integer("video_token_id", 151_656)),
         has_grid_positions=True,
     )
 

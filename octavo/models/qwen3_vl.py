@@ -23,6 +23,7 @@ from octavo.models.vision import (
     IMAGE,
     TAPS,
     ImageLayout,
+    VideoLayout,
     attend,
     finish_vision,
     interpolated_positions,
@@ -71,6 +72,11 @@ def table_layout(config: HfConfig) -> ImageLayout:
     return replace(
         flat_layout(config),
         patch_size=vision.size("patch_size", PATCH_SIZE),
+        video=VideoLayout(
+            token_id=config.integer("video_token_id", 151_656),
+            begin=config.integer("vision_start_token_id", 151_652),
+            end=config.integer("vision_end_token_id", 151_653),
+        ),
         table_side=math.isqrt(vision.integer("num_position_embeddings", NUM_POSITIONS, low=1)),
     )
 

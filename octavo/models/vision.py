@@ -35,6 +35,20 @@ sets alternate; with one, a layer could overwrite keys that slower threads still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VideoLayout:
+    """Placeholder tokens and positions of a video's frames."""
+
+    token_id: int
+    """Placeholder token of a video's rows."""
+    begin: int | None = None
+    """Token before a group of frames, after its timestamp; None: groups follow each other."""
+    end: int | None = None
+    """Token after a group of frames."""
+    positions_per_second: int | None = None
+    """Positions in time per second of a video without timestamps; None: one per group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
     """Mapping from an image's pixels to a tower's rows, and its placeholder tokens."""
 
@@ -53,6 +67,8 @@ class ImageLayout:
     """Number of times that a patch's pixels are repeated in its row: video towers expect several
     frames.
     """
+    video: VideoLayout | None = None
+    """How videos are represented, in groups of `num_frames`; None: the model reads none."""
     window: int | None = None
     """Side of a window in cells, if some layers use windowed attention."""
     has_grid_positions: bool = False

@@ -19,6 +19,11 @@ def image_part(source: str) -> dict[str, Any]:
     return {"type": "image", "image": source}
 
 
+def video_part(source: str) -> dict[str, Any]:
+    """Returns the plain part of a video, given by data URL, URL or file name."""
+    return {"type": "video", "video": source}
+
+
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
@@ -29,8 +34,8 @@ def base64_source(data: str, media_type: str = "image/png") -> str:
 
 
 def join_parts(parts: Sequence[dict[str, Any]]) -> Content:
-    """Returns the parts unchanged if any is an image, else their joined texts."""
-    if any(part["type"] == "image" for part in parts):
+    """Returns the parts unchanged if any is an image or a video, else their joined texts."""
+    if any(part["type"] != "text" for part in parts):
         return list(parts)
     return "\n".join(part["text"] for part in parts)
 
@@ -40,14 +45,14 @@ def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(isinstance(message.get("content"), list) for message in messages)
 
 
-def url_source(image: object, where: str) -> str:
-    """Returns the source of an OpenAI image part."""
+def url_source(image: object, where: str, kind: str = "image/png") -> str:
+    """Returns the source of an OpenAI image or video part."""
     if isinstance(image, Mapping):
         image = image.get("url")
     if not isinstance(image, str):
         raise InvalidRequest(
             f"{where}: got {shown(image)}, expected an object with a url",
-            hint="write it as {'url': 'data:image/png;base64,...'}",
+            hint=f"write it as {{'url': 'data:{kind};base64,...'}}",
             param=where,
         )
     return image

@@ -255,6 +255,17 @@ class DecodedImage:
     media: list[MediaItem]
     """The views and their ranges in `token_ids`."""
     pixels: list[MediaPixels]
+    is_video: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VideoSource:
+    """A video of a request, before it is read."""
+
+    video: Any
+    """URL or bytes of a file, or a list of frames: Pillow images or arrays."""
+    fps: float | None = None
+    """Frames per second of a list of frames; None: the rate at which the model samples."""
 
 
 class ImageReader(Protocol):
@@ -266,6 +277,11 @@ class ImageReader(Protocol):
         ...
 
     @property
+    def video_token_id(self) -> int | None:
+        """Placeholder token of each row of a video; None if the model reads no videos."""
+        ...
+
+    @property
     def replacements(self) -> Mapping[str, str]:
         """Placeholder texts of an image in a prompt, and their replacements, each of which contains
         the token once.
@@ -273,5 +289,7 @@ class ImageReader(Protocol):
         ...
 
     def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
-        """Reads images from paths, URLs or bytes; raises InvalidRequest for an invalid image."""
+        """Reads images from paths, URLs or bytes, and videos from `VideoSource`; raises
+        InvalidRequest for an invalid one.
+        """
         ...

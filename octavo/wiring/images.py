@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from octavo.api.errors import ConfigError
 from octavo.checkpoint.dummy import DummyWeights
@@ -18,10 +19,11 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import expand_path, path_exists
 from octavo.executor.base import Backend, BackendOptions, Footprint
 from octavo.executor.kv import BLOCK_SIZE
-from octavo.media.image_tokens import ImageTokens
+from octavo.media.image_tokens import ImageTokens, VideoTokens
 from octavo.media.limits import ImageLimits
 from octavo.media.reader import PillowReader
-from octavo.media.rules import ImageRules, image_rules, rules_file
+from octavo.media.rules import ImageRules, image_rules, rules_file, video_rules_file
+from octavo.media.video import VideoReader, video_rules
 from octavo.models.registry import build_programs, image_layout
 from octavo.models.vision import TOWER, ImageLayout
 from octavo.program.program import Program
@@ -60,7 +62,66 @@ def make_image_reader(
     )
     rules = _rules(config, checkpoint, layout)
     _check_fits(config, layout, rules)
-    return PillowReader(rules, limits, _tokens(layout), _replacements(layout, tokenizer))
+    return PillowReader(
+        rules,
+        limits,
+        _tokens(layout),
+        _replacements(layout, tokenizer) | _video_replacements(layout, tokenizer),
+        _video_reader(config, checkpoint, layout, limits, rules, tokenizer=tokenizer),
+    )
+
+
+def _video_reader(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    layout: ImageLayout,
+    limits: ImageLimits,
+    rules: ImageRules,
+    *,
+    tokenizer: Tokenizer | None,
+) -> VideoReader | None:
+    """Builds the reader of videos in prompts; None if the model reads none."""
+    video, media = layout.video, config.media
+    if video is None or tokenizer is None:
+        return None
+    begin, end = video.begin, video.end
+
+    def before(second: float) -> list[int]:
+        if begin is None:
+            return []
+        text = f"<{second:.1f} seconds>"
+        return [*tokenizer.encode(text, add_special_tokens=False), begin]
+
+    tokens = VideoTokens(
+        token_id=video.token_id,
+        before=before,
+        after=[] if end is None else [end],
+        positions_per_second=video.positions_per_second,
+    )
+    file = video_rules_file(_folder(checkpoint))
+    own = video_rules(
+        {} if file is None else read_json(file),
+        rules,
+        group=layout.num_frames,
+        is_total=begin is not None,
+        max_frames=media.max_video_frames,
+    )
+    own_limits = replace(
+        limits, max_images=media.max_videos, max_bytes=media.max_video_bytes, noun="video"
+    )
+    return VideoReader(own, own_limits, tokens)
+
+
+def _video_replacements(layout: ImageLayout, tokenizer: Tokenizer | None) -> dict[str, str]:
+    """Returns the replacement of a video's placeholder, whose groups have their own tokens around
+    them.
+    """
+    video = layout.video
+    if tokenizer is None or video is None or video.begin is None or video.end is None:
+        return {}
+    token = tokenizer.token_text(video.token_id)
+    begin, end = tokenizer.token_text(video.begin), tokenizer.token_text(video.end)
+    return {f"{begin}{token}{end}": token}
 
 
 def load_tower(
@@ -130,9 +191,12 @@ def _tower_options(
     )
 
 
+def _folder(checkpoint: ModelHeader) -> Path:
+    return checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+
+
 def _rules(config: EngineConfig, checkpoint: ModelHeader, layout: ImageLayout) -> ImageRules:
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    file = rules_file(folder)
+    file = rules_file(_folder(checkpoint))
     return image_rules(
         {} if file is None else read_json(file),
         side=layout.side,

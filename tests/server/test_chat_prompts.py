@@ -182,7 +182,7 @@ def test_what_a_template_says_reaches_its_client(trusting):
 def test_parts_of_other_kinds_are_refused_by_their_place(http):
     parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
     assert prompt_of(http, [{"role": "user", "content": parts}]).startswith("<|turn|>user:a\nb")
-    for kind in ("input_audio", "file", "video_url"):
+    for kind in ("input_audio", "file", "video_url", "image_url"):
         error = refusal(http, [{"role": "user", "content": [{"type": kind, kind: {}}]}])
         assert error["param"].startswith("messages[0].content[0]")
 

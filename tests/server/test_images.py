@@ -121,3 +121,29 @@ def test_models_say_that_they_read_images(http):
     assert card["capabilities"] == ["completions", "chat", "images"]
     assert http.get("/v1/capabilities").json()["features"]["images"] is True
     assert "vision" in http.post("/api/show", json={"model": "tiny"}).json()["capabilities"]
+
+
+def video(*seeds: int, begin: str = "data:video/jpeg;base64,") -> dict[str, object]:
+    url = begin + ",".join(map(encoded, seeds))
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def test_an_answer_depends_on_the_frames_of_a_video(http):
+    first = text_of(chat(http, video(0, 1)))
+    assert text_of(chat(http, video(2, 0))) != first
+    assert text_of(chat(http, video(0, 1), part(data_url(2)))) != first
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([video(0), video(1)], "video: got 2 videos, expected at most 1 per prompt"),
+        ([{"type": "video_url", "video_url": {}}], "messages[0].content[0].video_url"),
+        ([video(0, begin="data:video/jpeg;base64,AAAA,")], "the bytes are not a supported image"),
+        ([{"type": "video_url", "video_url": {"url": "http://a/b.mp4"}}], "video: got the address"),
+    ],
+    ids=lambda value: str(value)[-30:],
+)
+def test_what_is_no_video_is_the_clients_fault(http, parts, said):
+    response = chat(http, *parts)
+    assert response.status_code == 400 and said in response.json()["error"]["message"]

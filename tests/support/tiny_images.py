@@ -23,9 +23,9 @@ FAMILIES = tuple(CONFIGS)
 QWEN = tuple(family for family in FAMILIES if family.startswith("qwen"))
 WORDS = {
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
-    **dict.fromkeys(QWEN, ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")),
+    **dict.fromkeys(QWEN, ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")),
 }
-"""Texts of the tokens of an image's rows, of its beginning and of its end."""
+"""Texts of the tokens of an image's rows, of its beginning, of its end and of a video's rows."""
 
 COLOURS = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
 QWEN_RULES = {"min_pixels": 16 * 16, "max_pixels": 48 * 48, "patch_size": 4, **COLOURS}
@@ -37,7 +37,8 @@ RULES: dict[str, dict[str, Any]] = {
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}:{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for part in m.content %}{% if part.type == 'image' %}IMAGE"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% elif part.type == 'video' %}VIDEO{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
 )
 
@@ -67,13 +68,17 @@ def seeing_model(family: str) -> SeeingModel:
     words = [AddedToken(word, special=True, normalized=False) for word in WORDS[family]]
     tokenizer.add_special_tokens(words)
     tokenizer.save(file)
-    image, begin, end = WORDS[family]
+    image, begin, end = WORDS[family][:3]
     place = begin if family == "gemma3" else f"{begin}{image}{end}"
     settings_file = tiny.path / "tokenizer_config.json"
     settings = json.loads(settings_file.read_text())
-    settings["chat_template"] = TEMPLATE.replace("IMAGE", place)
+    video = place.replace(image, "<|video_pad|>")
+    settings["chat_template"] = TEMPLATE.replace("IMAGE", place).replace("VIDEO", video)
     settings_file.write_text(json.dumps(settings))
     (tiny.path / "preprocessor_config.json").write_text(json.dumps(RULES[family]))
+    if family.startswith("qwen3"):
+        rules = {"size": {"shortest_edge": 64, "longest_edge": 4096}, "fps": 2}
+        (tiny.path / "video_preprocessor_config.json").write_text(json.dumps(rules))
     return SeeingModel(family, tiny, place)
 
 

@@ -61,6 +61,10 @@ class MediaItem(msgspec.Struct, frozen=True):
     """Whether its tokens attend to each other and must be computed in one step."""
     line_tokens: int = 0
     """Tokens of a line of the grid if a text token ends each line; 0: there are no such tokens."""
+    time: int = 0
+    """Offset of its position in time (M-RoPE)."""
+    joins: bool = False
+    """Whether it continues a video: its rows and columns have the positions of the item before."""
 
     @property
     def end(self) -> int:
@@ -69,13 +73,14 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class MediaPixels(msgspec.Struct, frozen=True):
-    """Pixels of an image, resized for the model."""
+    """Pixels of an image or of a video's frames, resized for the model."""
 
     digest: bytes
     height: int
     width: int
     data: bytes
-    """Rows of pixels, three bytes each: red, green, blue."""
+    """Rows of pixels, three bytes each: red, green, blue; frame by frame."""
+    num_frames: int = 1
 
 
 class EncoderInput(msgspec.Struct, frozen=True):

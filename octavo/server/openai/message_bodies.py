@@ -9,19 +9,21 @@ from pydantic import Field, field_validator, model_validator
 from octavo.server.fields import accepted
 from octavo.server.http.body_part import BodyPart
 
-UNREADABLE = ("input_audio", "audio_url", "video_url", "file")
+UNREADABLE = ("input_audio", "audio_url", "file")
 """Types of parts that are not supported; omitting them would change the request's meaning."""
+MEDIA = ("image_url", "video_url")
 TEXTS = ("text", "input_text", "output_text")
 """Types of text parts: chat's own, and those of the Responses API, which agents also send here."""
 
 
 class ContentPart(BodyPart):
-    types = (*TEXTS, "refusal", "image_url", *UNREADABLE)
+    types = (*TEXTS, "refusal", *MEDIA, *UNREADABLE)
 
     type: str
     text: str | None = None
     refusal: str | None = None
     image_url: Any = None
+    video_url: Any = None
     cache_control: dict[str, Any] | None = accepted("an object; every prefix is cached anyway")
     role: str | None = accepted("a string; clients copy it from a response")
     annotations: list[Any] | None = accepted("a list; clients copy it from a response")

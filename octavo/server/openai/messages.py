@@ -7,9 +7,16 @@ from typing import Any
 
 from octavo.api.errors import InvalidRequest
 from octavo.server.ignored import IgnoredFields
-from octavo.server.images import Content, image_part, join_parts, text_part, url_source
+from octavo.server.images import Content, image_part, join_parts, text_part, url_source, video_part
 from octavo.server.notes import describe_unread
-from octavo.server.openai.message_bodies import TEXTS, UNREADABLE, ContentPart, Message, ToolCall
+from octavo.server.openai.message_bodies import (
+    MEDIA,
+    TEXTS,
+    UNREADABLE,
+    ContentPart,
+    Message,
+    ToolCall,
+)
 from octavo.server.tool_use import check_role, parse_arguments
 
 ROLES = {"function": "tool"}
@@ -112,7 +119,7 @@ def build_part(
     try:
         return _plain_part(part, where, role)
     except InvalidRequest as error:
-        if ignored is None or part.type not in (*UNREADABLE, "image_url"):
+        if ignored is None or part.type not in (*UNREADABLE, *MEDIA):
             raise
         shown_as = f"{where.rpartition('[')[0]}[type={part.type}]"
         ignored.add(where, error.message.partition(": ")[2], shown_as=shown_as)
@@ -120,10 +127,12 @@ def build_part(
 
 
 def _plain_part(part: ContentPart, where: str, role: str) -> dict[str, Any]:
-    if part.type != "image_url":
+    if part.type not in MEDIA:
         return text_part(_text(part, where))
     if role != "tool":
         check_role(role, "user", where)
+    if part.type == "video_url":
+        return video_part(url_source(part.video_url, f"{where}.video_url", "video/mp4"))
     return image_part(url_source(part.image_url, f"{where}.image_url"))
 
 
@@ -132,7 +141,7 @@ def _text(part: ContentPart, where: str) -> str:
     if text is None:
         raise InvalidRequest(
             f"{where}: got a part of type {part.type!r}, expected 'text' with a text,"
-            " 'image_url' or 'refusal'",
+            " 'image_url', 'video_url' or 'refusal'",
             param=where,
         )
     return text

@@ -29,7 +29,7 @@ class PixelScale:
     std: tuple[float, ...]
 
     def apply(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Normalizes pixels `[rows, columns, colors]`, rounded as in transformers."""
+        """Normalizes pixels `[..., colors]`, rounded as in transformers."""
         scaled = (pixels.astype(np.float64) * self.factor).astype(np.float32)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
         made: NDArray[np.float32] = (scaled - mean) / std
@@ -53,15 +53,17 @@ class Patches:
 
 def cut_patches(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> Patches:
     """Cuts an image into patches: cell by cell, and window by window if the layout has windows."""
-    pixels = np.frombuffer(image.data, np.uint8).reshape(image.height, image.width, -1)
+    frames = np.frombuffer(image.data, np.uint8).reshape(
+        image.num_frames, image.height, image.width, -1
+    )
     rows, columns = layout.get_grid(image.height, image.width)
     order, counts = _windows(rows, columns, layout.window)
     size, cell = layout.patch_size, layout.cell
-    cut = scale.apply(pixels).reshape((rows, cell, size, columns, cell, size, -1))
-    by_cell = cut.transpose((0, 3, 1, 4, 6, 2, 5))  # cells, patches within a cell, colors, pixels
+    cut = scale.apply(frames).reshape((len(frames), rows, cell, size, columns, cell, size, -1))
+    by_cell = cut.transpose((1, 4, 2, 5, 7, 0, 3, 6))  # cells, patches, colors, frames, pixels
     num_colours = by_cell.shape[4]
-    flat = by_cell.reshape((rows * columns, cell * cell, num_colours, 1, size, size))[order]
-    whole = np.broadcast_to(flat, (*flat.shape[:3], layout.num_frames, size, size))
+    flat = by_cell.reshape((rows * columns, cell * cell, num_colours, len(frames), size, size))
+    whole = np.broadcast_to(flat[order], (*flat.shape[:3], layout.num_frames, size, size))
     num_patches = rows * columns * cell * cell
     ends = np.cumsum([0, *counts]) * cell * cell
     positions = _positions(rows, columns, layout)[:, order].reshape(-1, num_patches)

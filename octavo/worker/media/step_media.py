@@ -122,17 +122,17 @@ def get_positions(
     places: NDArray[np.int32], media: Iterable[MediaItem], num_axes: int
 ) -> NDArray[np.int32]:
     """Returns the positions of tokens by time, row and column, `[num_axes, T]`: image tokens follow
-    the image's grid, and text continues after the largest position (M-RoPE, Wang et al. 2024).
+    the image's grid, and text continues after the largest row or column (M-RoPE, Wang et al. 2024).
     """
     positions = np.repeat(places[None], num_axes, axis=0)
-    shift = 0
+    shift = start = 0
     for item in media:
         inside = np.flatnonzero((places >= item.start) & (places < item.end))
         index = places[inside] - item.start
-        start = item.start + shift
-        positions[0, inside] = start
+        start = start if item.joins else item.start + shift
+        positions[0, inside] = start + item.time
         positions[1, inside] = start + index // item.grid[1]
         positions[2, inside] = start + index % item.grid[1]
-        shift += max(item.grid) - item.num_tokens
+        shift += (0 if item.joins else max(item.grid)) - item.num_tokens
         positions[:, places >= item.end] = places[places >= item.end] + shift
     return positions
