@@ -331,7 +331,7 @@ LLAMA_ROWS = (
         LLAMA,
         "value",
         "--video-fps --video-timestamp-interval --video-ffmpeg-dir",
-        "videos are not supported",
+        "frames are sampled as the checkpoint says; see --max-video-frames",
     ),
     refuse(
         LLAMA,
