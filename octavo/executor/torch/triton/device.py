@@ -43,9 +43,10 @@ def refusal(device: torch.device) -> tuple[str, str] | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the device's name in the table: the GPU's name, or the interpreter."""
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda" and not is_interpreted()
-        else INTERPRETER
-    )
+    """Returns the device's name in the table: its compute capability such as sm_90, or the
+    interpreter.
+    """
+    if device.type != "cuda" or is_interpreted():
+        return INTERPRETER
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,9 +1,10 @@
 """Tile sizes of each Triton kernel, read from `tuned.json`, which `benchmarks/tune_triton.py`
 writes. Nothing is tuned at run time.
 
-A table row specifies a kernel, a device ("*": any), a shape and the launch; the most specific
-matching row applies. Rows for any device are typical values, not measurements. Tiles for
-"interpreter" are large, because there each tile operation costs the same, whatever its size.
+A table row specifies a kernel, a device (a compute capability such as "sm_90"; "*": any), a shape
+and the launch; the most specific matching row applies. Rows for any device are typical values, not
+measurements. Tiles for "interpreter" are large, because there each tile operation costs the same,
+whatever its size.
 """
 
 from __future__ import annotations
