@@ -2,7 +2,7 @@
 
     $ python generate.py
     The capital of France is Paris.
-    Water boils at 100°C, which is a perfect Celsius.
+    The capital of Italy is Rome.
     The opposite of cold is warm.
 
 Optional argument: the model.
@@ -12,7 +12,7 @@ import sys
 
 from octavo import LLM, SamplingParams
 
-prompts = ["The capital of France is", "Water boils at", "The opposite of cold is"]
+prompts = ["The capital of France is", "The capital of Italy is", "The opposite of cold is"]
 
 with LLM(model=sys.argv[1] if len(sys.argv) > 1 else "smollm2") as llm:
     params = SamplingParams(temperature=0, max_tokens=20, stop="\n")

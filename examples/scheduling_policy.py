@@ -3,7 +3,7 @@
 This one starts the shortest prompt first. It runs one request at a time to show the order.
 
     $ python scheduling_policy.py
-     3 prompt tokens: Water boils at 100°C, which is a perfect Celsius.
+     5 prompt tokens: The capital of Japan is Tokyo.
     11 prompt tokens: It is a cold day. The opposite of cold is warm.
     19 prompt tokens: I like old towns, good food and long walks by a river. The capital of ...
 
@@ -19,7 +19,7 @@ from octavo import LLM, SamplingParams
 
 PROMPTS = [
     "I like old towns, good food and long walks by a river. The capital of Italy is",
-    "Water boils at",
+    "The capital of Japan is",
     "It is a cold day. The opposite of cold is",
 ]
 

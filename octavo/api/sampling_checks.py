@@ -65,10 +65,14 @@ def _check_values(params: Params, options: SamplingOptions) -> None:
 
 def _check_texts(params: Params) -> None:
     if params.stop is not None:
-        params.stop = _parse_texts("stop", params.stop, "a string or a list of strings", lone=True)
+        params.stop = _parse_texts(
+            "stop", params.stop, "a string or a list of strings", allow_single=True
+        )
     if params.stop_regex is not None:
         allowed = "a regular expression or a list of them"
-        params.stop_regex = _parse_texts("stop_regex", params.stop_regex, allowed, lone=True)
+        params.stop_regex = _parse_texts(
+            "stop_regex", params.stop_regex, allowed, allow_single=True
+        )
         check_patterns(params.stop_regex)
     if params.bad_words is not None:
         params.bad_words = _parse_texts("bad_words", params.bad_words, "a list of strings")
@@ -198,13 +202,15 @@ def _check_greedy(params: Params, options: SamplingOptions) -> None:
         setattr(params, name, neutral)
 
 
-def _parse_texts(name: str, value: object, allowed: str, *, lone: bool = False) -> list[str]:
-    """Returns a list of non-blank texts; with `lone` a single text is allowed."""
-    texts = [value] if lone and isinstance(value, str) else value
+def _parse_texts(
+    name: str, value: object, allowed: str, *, allow_single: bool = False
+) -> list[str]:
+    """Returns a list of non-blank texts; with `allow_single` a single text is allowed."""
+    texts = [value] if allow_single and isinstance(value, str) else value
     if not isinstance(texts, list | tuple):
         raise InvalidRequest(f"{name}: got {shown(value)}, expected {allowed}", param=name)
     for text in texts:
-        is_there = isinstance(text, str) and (text != "" if lone else text.strip() != "")
+        is_there = isinstance(text, str) and (text != "" if allow_single else text.strip() != "")
         check(name, text, is_there, f"{allowed}, none of them empty")
     return list(texts)
 

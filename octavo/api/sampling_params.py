@@ -266,7 +266,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, tag="sampling", metaclass=Che
             "filter",
             (0, 1),
             above_low=True,
-            help="keep the most likely tokens, up to this cumulative probability",
+            help="nucleus sampling: keep the most likely tokens, up to this cumulative probability",
             filter="cutoff",
         ),
     ] = 1.0

@@ -321,12 +321,12 @@ def _hub_model(name: str, report: Report, watch: OnProgress) -> Iterator[HubMode
 def _not_found(name: str, reference: HubReference, error: Exception) -> DownloadFailed:
     from octavo.checkpoint.hub_errors import describe_hub_error, get_error_kind
 
-    said = describe_hub_error(reference, error)
+    reason = describe_hub_error(reference, error)
     if name == reference.repository:  # the name may have been meant as a path or a short name
-        said = f"not a local path or short name ({', '.join(CATALOGUE)}), and {said}"
+        reason = f"not a local path or short name ({', '.join(CATALOGUE)}), and {reason}"
     kind = get_error_kind(error)
     hint = _hint(name) if kind in (NotOnHub, DownloadFailed) else None
-    return kind(f"model {name!r}: {said}", hint=hint)
+    return kind(f"model {name!r}: {reason}", hint=hint)
 
 
 def _hint(name: str) -> str:

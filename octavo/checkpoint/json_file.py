@@ -34,7 +34,10 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise WeightMismatch(f"{path}: the file is missing") from error
+        raise WeightMismatch(
+            f"{path}: the file is missing",
+            hint="the download may be incomplete; run octavo pull again",
+        ) from error
     except (ValueError, RecursionError) as error:
         raise WeightMismatch(
             f"{path}: not valid JSON: {error}", hint="download the file again"

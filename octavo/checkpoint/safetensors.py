@@ -365,7 +365,8 @@ def _weight_files(path: Path) -> list[Path]:
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise WeightMismatch(
-                f"{path}: missing shards: {', '.join(missing)} ({len(missing)} of {len(files)})"
+                f"{path}: missing shards: {', '.join(missing)} ({len(missing)} of {len(files)})",
+                hint="the download may be incomplete; run octavo pull again",
             )
         return files
     single = path / "model.safetensors"

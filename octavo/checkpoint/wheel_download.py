@@ -147,12 +147,12 @@ def _download(requirement: str, folder: Path, tell: Callable[[], None]) -> Path:
     ]
     command = [*pip_command(), "download", *options, "--dest", str(folder), requirement]
     folder.mkdir()
-    code, said = _run(command, folder, tell)
+    code, output = _run(command, folder, tell)
     wheels = sorted(folder.glob("*.whl"))
     if code or not wheels:
-        reason = _reason(said)
+        reason = _reason(output)
         kind, hint = DownloadFailed, "check the network; pip's settings (index, proxy) apply"
-        if any(os.strerror(code) in said for code in DISK_FULL_CODES):
+        if any(os.strerror(code) in output for code in DISK_FULL_CODES):
             kind, hint = DiskFull, "set OCTAVO_CACHE to another directory"
         raise kind(
             f"cannot download {requirement} from the package index: {reason}",

@@ -234,7 +234,10 @@ def _check_fits(work: Workload, llm: LLM) -> None:
             if work.shared_prefix_len
             else "input_len + output_len"
         )
-        raise ConfigError(f"{what}: got {needed}, expected at most the context, {allowed}")
+        raise ConfigError(
+            f"{what}: got {needed}, expected at most the context, {allowed}",
+            hint="use shorter lengths, or raise max_model_len",
+        )
 
 
 def _round(llm: LLM, work: Workload, draw: random.Random, number: int) -> Round:

@@ -94,7 +94,10 @@ def quant(
     calibration: Annotated[
         Path | None, typer.Option(help="Calibrate GPTQ and AWQ with this text")
     ] = None,
-    only: Annotated[str, typer.Option(help="Measure only these formats, e.g. FP16,INT8,GPTQ")] = "",
+    only: Annotated[
+        str,
+        typer.Option(help="Measure only these formats, e.g. FP16,INT8,GPTQ", show_default="all"),
+    ] = "",
     group: Annotated[int, typer.Option(help="Use N inputs per scale")] = 32,
     made: Annotated[
         Path | None, typer.Option(help="Store quantized models in this directory")

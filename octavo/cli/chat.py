@@ -130,5 +130,5 @@ def _run_session(model: Any, sampling: dict[str, Any], system: str | None) -> No
     from octavo.cli.conversation.chat_session import ChatSession
 
     print(GREETING, file=sys.stderr)
-    said = ChatInput(state_home() / "chat_history")
-    ChatSession(model, said, sampling, system).talk()
+    chat_input = ChatInput(state_home() / "chat_history")
+    ChatSession(model, chat_input, sampling, system).talk()

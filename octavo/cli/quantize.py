@@ -151,7 +151,9 @@ def make_recipe(
             raise ConfigError(f"{name}: got {value!r}, expected {known}")
     scheme_bits = None if scheme is None else {str(k): v for k, v in SCHEMES.items()}[scheme]
     if bits is not None and scheme_bits is not None and bits != scheme_bits:
-        raise ConfigError(f"bits: got {bits}, but scheme {scheme} has {scheme_bits}")
+        raise ConfigError(
+            f"bits: got {bits}, but scheme {scheme} has {scheme_bits}", hint="omit --bits"
+        )
     if group is not None and (group < -1 or group == 0):
         raise ConfigError(f"group: got {group}, expected -1 or an integer of at least 1")
     rows_are_int8 = scheme == "w8a8"

@@ -89,7 +89,10 @@ def parse_metrics(text: str) -> dict[str, dict[str, float]]:
                         values[name] = values.get(name, 0.0) + sample.value
                         num_engines[model, name] += 1
     except ValueError as error:
-        raise ConfigError(f"url: /metrics is not in the Prometheus text format: {error}") from error
+        raise ConfigError(
+            f"url: /metrics is not in the Prometheus text format: {error}",
+            hint="check that --url is an Octavo server",
+        ) from error
     for model, values in series.items():
         for share in SHARES & values.keys():
             values[share] /= num_engines[model, share]

@@ -34,14 +34,16 @@ def check_backend(config: EngineConfig) -> None:
 
 
 def _check_choice(options: BackendChoice) -> None:
-    usual = BackendChoice()
-    set_options = [name for name in TORCH_ONLY if getattr(options, name) != getattr(usual, name)]
+    defaults = BackendChoice()
+    set_options = [name for name in TORCH_ONLY if getattr(options, name) != getattr(defaults, name)]
     if set_options and options.backend != "torch":
         raise ConfigError(
             f"{set_options[0]}: requires the torch backend, got {options.backend!r}",
             hint="set backend to torch",
         )
-    native_only = [name for name in NATIVE_ONLY if getattr(options, name) != getattr(usual, name)]
+    native_only = [
+        name for name in NATIVE_ONLY if getattr(options, name) != getattr(defaults, name)
+    ]
     if native_only and options.backend != "native":
         raise ConfigError(
             f"{native_only[0]}: requires the native backend, got {options.backend!r}",
@@ -50,10 +52,10 @@ def _check_choice(options: BackendChoice) -> None:
 
 
 def _check_offload(config: EngineConfig) -> None:
-    options, usual = config.offload, OffloadOptions()
+    options, defaults = config.offload, OffloadOptions()
     if options.weights_memory_bytes is None:
         for name in ("weights_dir", "weights_schedule"):
-            if getattr(options, name) != getattr(usual, name):
+            if getattr(options, name) != getattr(defaults, name):
                 raise ConfigError(
                     f"{name}: requires weights_memory_bytes",
                     hint="set weights_memory_bytes to the memory available for weights",
@@ -123,7 +125,7 @@ def _check_stages(config: EngineConfig) -> None:
             f"{got}, requires the native or reference backend, got 'torch'",
             hint="set backend to native, or use tensor_parallel_size instead",
         )
-    usual = EngineConfig()
+    defaults = EngineConfig()
     for part, name in (
         ("scheduler", "spec_method"),
         ("offload", "weights_memory_bytes"),
@@ -132,7 +134,7 @@ def _check_stages(config: EngineConfig) -> None:
         ("cache", "kv_cache"),
     ):
         value = getattr(getattr(config, part), name)
-        if value not in (getattr(getattr(usual, part), name), "none"):
+        if value not in (getattr(getattr(defaults, part), name), "none"):
             raise ConfigError(
                 f"{got}, not supported with {name} {value}",
                 hint=f"remove {name}, or set pipeline_parallel_size to 1",
@@ -140,9 +142,9 @@ def _check_stages(config: EngineConfig) -> None:
 
 
 def _check_fleet(config: EngineConfig) -> None:
-    num_engines, usual = config.fleet.data_parallel_size, FleetOptions()
+    num_engines, defaults = config.fleet.data_parallel_size, FleetOptions()
     if num_engines == 1:
-        if config.fleet.routing_policy != usual.routing_policy:
+        if config.fleet.routing_policy != defaults.routing_policy:
             raise ConfigError(
                 f"routing_policy: got {config.fleet.routing_policy!r}, requires several engines",
                 hint="set data_parallel_size above 1, or remove routing_policy",
@@ -179,7 +181,7 @@ def _check_shared_experts(config: EngineConfig) -> None:
             f"enable_expert_parallel: requires the native backend, got {config.backend.backend!r}",
             hint="set backend to native, or remove enable_expert_parallel",
         )
-    usual = EngineConfig()
+    defaults = EngineConfig()
     for part, name in (
         ("scheduler", "spec_model"),
         ("lora", "enable_lora"),
@@ -188,7 +190,7 @@ def _check_shared_experts(config: EngineConfig) -> None:
         ("cache", "kv_offloading_size"),
     ):
         value = getattr(getattr(config, part), name)
-        if value != getattr(getattr(usual, part), name):
+        if value != getattr(getattr(defaults, part), name):
             raise ConfigError(
                 f"enable_expert_parallel: not supported with {name} {value}",
                 hint=f"remove {name}, or set enable_expert_parallel to False",

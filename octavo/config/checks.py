@@ -64,7 +64,10 @@ def _check_priority_function(options: SchedulerOptions) -> None:
         return
     module, _, function = name.partition(":")
     if not (module and function):
-        raise ConfigError(f"priority_function: got {name!r}, expected MODULE:FUNCTION")
+        raise ConfigError(
+            f"priority_function: got {name!r}, expected MODULE:FUNCTION",
+            hint="for example my_module:get_priority",
+        )
     if options.scheduling_policy != "priority":
         raise ConfigError(
             f"priority_function: not allowed with scheduling_policy {options.scheduling_policy!r}",
@@ -108,7 +111,10 @@ def _check_prefix_cache(cache: CacheOptions) -> None:
         if getattr(cache, name) is not None and not (
             cache.enable_prefix_caching and cache.kv_cache
         ):
-            raise ConfigError(f"{name}: requires kv_cache and enable_prefix_caching")
+            raise ConfigError(
+                f"{name}: requires kv_cache and enable_prefix_caching",
+                hint="remove --no-kv-cache and --no-enable-prefix-caching",
+            )
 
 
 def _check_layout(cache: CacheOptions) -> None:
@@ -130,7 +136,8 @@ def _check_adapters(config: EngineConfig) -> None:
     if lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras:
         raise ConfigError(
             f"max_cpu_loras: got {lora.max_cpu_loras}, expected at least max_loras,"
-            f" {lora.max_loras}"
+            f" {lora.max_loras}",
+            hint="raise max_cpu_loras, or lower max_loras",
         )
     if config.backend.expert_parallel_size > 1:
         raise ConfigError(

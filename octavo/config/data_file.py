@@ -115,7 +115,9 @@ def _read_text(path: Path, name: str, max_bytes: int) -> str:
             data = file.read(max_bytes + 1)
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{name}: {path}: cannot be read: {reason}") from None
+        raise ConfigError(
+            f"{name}: {path}: cannot be read: {reason}", hint="check the path and its permissions"
+        ) from None
     if len(data) > max_bytes:
         raise ConfigError(f"{name}: {path}: too large, expected at most {max_bytes:,} bytes")
     is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

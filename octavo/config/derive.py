@@ -60,7 +60,8 @@ def _max_model_len(requested: int | None, model_context_tokens: int) -> int:
     if requested > model_context_tokens:
         raise ConfigError(
             f"max_model_len: got {requested}, expected at most the model's context,"
-            f" {model_context_tokens}"
+            f" {model_context_tokens}",
+            hint="see docs/guides/long-context.md for how to extend the context",
         )
     if requested < 2:
         raise ConfigError(

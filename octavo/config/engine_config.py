@@ -54,9 +54,11 @@ class EngineConfig:
             if name not in known:
                 raise _unknown(name, list(known))
 
-        def parse(usual: Any) -> Any:
-            names = [entry.name for entry in fields(usual) if entry.name in options]
-            return replace(usual, **{name: convert(known[name], options[name]) for name in names})
+        def parse(defaults: Any) -> Any:
+            names = [entry.name for entry in fields(defaults) if entry.name in options]
+            return replace(
+                defaults, **{name: convert(known[name], options[name]) for name in names}
+            )
 
         sections = {section.name: parse(_default(section)) for section in _own_sections()}
         return EngineConfig(**sections, extensions=tuple(map(parse, extension_options())))
@@ -84,8 +86,8 @@ class EngineConfig:
 def option_fields() -> dict[str, OptionField]:
     """Returns all options by flat name, in order."""
     found: dict[str, OptionField] = {}
-    for usual in (*map(_default, _own_sections()), *extension_options()):
-        found |= get_options(type(usual))
+    for defaults in (*map(_default, _own_sections()), *extension_options()):
+        found |= get_options(type(defaults))
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 from octavo.executor.reference.backend import FORMULAS
 from octavo.executor.reference.step import ReferenceStep
 from octavo.program.program import Op, Program, Value, Weight
-from octavo.worker.calibration import whole_text
+from octavo.worker.calibration import make_prompt_batch
 
 TOLERANCE = 1e-9
 """Maximum difference at which two formulas count as equal, relative to their values, in float64."""
@@ -34,7 +34,7 @@ def evaluate(
     """Returns the outputs of an op for inputs `[T, W]` at consecutive positions."""
     num_tokens = len(next(iter(inputs.values())))
     tokens = np.zeros(num_tokens, np.int32)
-    batch = whole_text(tokens, 0, num_axes=1, first_position=first_position)
+    batch = make_prompt_batch(tokens, 0, num_axes=1, first_position=first_position)
     arrays = {weight: array.numpy() for weight, array in (weights or {}).items()}
     step = ReferenceStep(Program("op", {}, {}, (op,)), arrays, batch, [])
     step.values = {value.name: array.numpy() for value, array in inputs.items()}

@@ -120,15 +120,15 @@ class TracedGraph:
     def run(
         self,
         node: Node,
-        given: Mapping[Node, Any],
+        inputs: Mapping[Node, Any],
         parameters: Mapping[str, Any],
         *,
         is_far: bool = False,
     ) -> Any:
-        """Evaluates a node in float64, given values of earlier nodes (`given`) and parameters, at
+        """Evaluates a node in float64, given values of earlier nodes (`inputs`) and parameters, at
         the first positions or, with `is_far`, at those from `far_position` on.
         """
-        values: dict[Node, Any] = dict(given)
+        values: dict[Node, Any] = dict(inputs)
         static = self.far_values if is_far else self.values
 
         def value(wanted: Node) -> Any:

@@ -27,7 +27,7 @@ from octavo.executor.kv import BLOCK_SIZE
 from octavo.executor.reference.backend import ReferenceBackend
 from octavo.program.ops import Attention
 from octavo.program.program import Op, PowerGrowth, Program, Sinusoids
-from octavo.worker.calibration import whole_text
+from octavo.worker.calibration import make_prompt_batch
 
 NUM_TOKENS = 48
 """Number of tokens; more than the window and the chunk of attention below."""
@@ -243,7 +243,7 @@ def run_in_chunks(
     kv = backend.allocate(runnable.kv_layouts, [num_blocks] * len(program.groups))
     ids = np.array(tokens, np.int32)
     steps = [
-        whole_text(ids[: start + chunk], len(program.groups), num_axes=1, start=start)
+        make_prompt_batch(ids[: start + chunk], len(program.groups), num_axes=1, start=start)
         for start in range(0, len(tokens), chunk)
     ]
     return np.concatenate([runnable.run(step, kv).arrays["logits"] for step in steps])

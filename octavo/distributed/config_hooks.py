@@ -57,8 +57,8 @@ class DistributedConfigHooks(ConfigHooks):
 
 def _first_given(options: Any, names: tuple[str, ...]) -> str:
     """Returns the first of these options that differs from its default; "" if none does."""
-    usual = type(options)()
-    return next((name for name in names if getattr(options, name) != getattr(usual, name)), "")
+    defaults = type(options)()
+    return next((name for name in names if getattr(options, name) != getattr(defaults, name)), "")
 
 
 def _check_pool(config: EngineConfig, url: str) -> None:

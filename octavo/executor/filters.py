@@ -154,8 +154,8 @@ def zipf_count(log_p: Floats, mu: float, vocab_size: int) -> int:
     """
     if len(log_p) < 2:
         return 1
-    places = np.arange(1, len(log_p))
-    t, b = np.log((places + 1) / places), log_p[:-1] - log_p[1:]
+    ranks = np.arange(1, len(log_p))
+    t, b = np.log((ranks + 1) / ranks), log_p[:-1] - log_p[1:]
     exponent = float((t * b).sum() / (t * t).sum())
     epsilon = exponent - 1
     if exponent <= 0:

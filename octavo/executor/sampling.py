@@ -104,9 +104,9 @@ def replaced(logits: NDArray[np.float32], resample: Resample) -> NDArray[np.floa
     if resample.logits is None or resample.places is None:
         return logits
     changed = logits.copy()
-    for entry, place in zip(resample.samples, resample.places, strict=True):
-        if place >= 0:
-            changed[entry] = resample.logits[place]
+    for entry, row in zip(resample.samples, resample.places, strict=True):
+        if row >= 0:
+            changed[entry] = resample.logits[row]
     return changed
 
 
@@ -219,15 +219,15 @@ def find_cutoff_proof(
     top_k = int(record["top_k"]) or len(z)
     top_p = float(record["top_p"])
     before = z >= z[token]
-    place = int(before.sum()) - 1
-    if weights[token] < min_weight or place >= top_k:
+    rank = int(before.sum()) - 1
+    if weights[token] < min_weight or rank >= top_k:
         return []
     required_weight = (weights[before].sum() - weights[token]) * (1 - top_p) * SURE
     behind = np.flatnonzero(z < z[token])
     behind = behind[np.argsort(-z[behind], kind="stable")]
     proof = [token]
     known = float(weights[token])
-    for follower in behind[: min(MAX_PROOF_TOKENS, top_k - place) - 1].tolist():
+    for follower in behind[: min(MAX_PROOF_TOKENS, top_k - rank) - 1].tolist():
         if required_weight < top_p * known:
             break
         if weights[follower] == 0 or weights[follower] < min_weight:

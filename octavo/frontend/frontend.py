@@ -205,7 +205,9 @@ class Frontend:
         own = self.pooling.pools.task
         if own not in tasks:
             raise InvalidRequest(
-                f"model: {name} can {TASKS[own]} and does not {what}", param="model"
+                f"model: {name} can {TASKS[own]} and does not {what}",
+                param="model",
+                hint="GET /v1/capabilities lists what a model supports",
             )
         return self.pooling
 

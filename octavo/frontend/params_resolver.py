@@ -144,7 +144,9 @@ class DrySequenceBreakers:
         """
         if self._tokenizer is None and texts:
             raise InvalidRequest(
-                f"{NAME}: strings require a tokenizer, and this engine has none", param=NAME
+                f"{NAME}: strings require a tokenizer, and this engine has none",
+                param=NAME,
+                hint="send token ids, or start the engine without skip_tokenizer_init",
             )
         for text in texts or ():
             check_unicode(text, NAME)

@@ -87,11 +87,11 @@ def build(config: HfConfig) -> dict[str, Program]:
 def read_shape(config: HfConfig) -> DecoderShape:
     grouped = config.flag("multi_query_attention", False)
     heads = "multi_query_group_num" if grouped else "num_attention_heads"
-    usual = config.renamed(
+    renamed = config.renamed(
         vocab_size="padded_vocab_size",
         num_hidden_layers="num_layers",
         head_dim="kv_channels",
         rms_norm_eps="layernorm_epsilon",
         num_key_value_heads=heads,
     )
-    return DecoderShape.read(usual, norm_eps=1e-5)
+    return DecoderShape.read(renamed, norm_eps=1e-5)

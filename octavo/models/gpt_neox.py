@@ -21,10 +21,10 @@ LAYERS = "gpt_neox.layers"
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    usual = config.renamed(partial_rotary_factor="rotary_pct", rope_theta="rotary_emb_base")
+    renamed = config.renamed(partial_rotary_factor="rotary_pct", rope_theta="rotary_emb_base")
     shape = DecoderShape.read(config, norm_eps=1e-5, eps_name="layer_norm_eps")
     cache = plan_cache(shape, (None,) * shape.num_layers)
-    rope = rope_parameters(usual, partial=0.25).table(shape.head_dim)
+    rope = rope_parameters(renamed, partial=0.25).table(shape.head_dim)
     bias = config.flag("attention_bias", True)
     width, activation = config.size("intermediate_size"), config.activation("hidden_act", "gelu")
     attention = SelfAttention(

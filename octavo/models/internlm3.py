@@ -9,12 +9,12 @@ from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
-    usual = config.renamed(attention_bias="qkv_bias", mlp_bias="bias")
-    bias = usual.flag("attention_bias", False)
-    mlp_bias = usual.flag("mlp_bias", bias)
+    renamed = config.renamed(attention_bias="qkv_bias", mlp_bias="bias")
+    bias = renamed.flag("attention_bias", False)
+    mlp_bias = renamed.flag("mlp_bias", bias)
     return build_llama(
-        usual,
-        shape=DecoderShape.read(usual, num_kv_heads=2, head_dim=128, norm_eps=1e-5),
+        renamed,
+        shape=DecoderShape.read(renamed, num_kv_heads=2, head_dim=128, norm_eps=1e-5),
         qkv_bias=bias,
         out_bias=mlp_bias,
         mlp_bias=mlp_bias,

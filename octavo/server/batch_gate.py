@@ -46,7 +46,7 @@ class BatchGate:
     def __init__(self, service: Service, pace: GatePace | None = None) -> None:
         self._service = service
         self._pace = pace or GatePace()
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, _ModelQueue] = {}
         """Lanes by public model name."""
 
     async def run(self, work: Coroutine[Any, Any, ResultT], model: str | None) -> ResultT:
@@ -55,7 +55,7 @@ class BatchGate:
             name = self._service.models.find(model).name
         except OctavoError:
             return await work  # the request itself fails with the error
-        lane = self._lanes.setdefault(name, _Lane(self._service, name, self._pace))
+        lane = self._lanes.setdefault(name, _ModelQueue(self._service, name, self._pace))
         lane.num_inside += 1
         try:
             return await lane.run(work)
@@ -65,7 +65,7 @@ class BatchGate:
                 self._lanes.pop(name, None)
 
 
-class _Lane:
+class _ModelQueue:
     """Waiting and running batch requests of one model."""
 
     def __init__(self, service: Service, model: str, pace: GatePace) -> None:

@@ -59,6 +59,7 @@ class Conversation:
             raise InvalidRequest(
                 f"thinking_token_budget: `{model.name}` does not support reasoning",
                 param="thinking_token_budget",
+                hint="omit thinking_token_budget",
             )
         return build_parser(
             model.formats,

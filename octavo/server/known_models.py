@@ -171,7 +171,11 @@ class KnownModels:
         slot = self._slot(name)
         cached = await self._find_cached(name if slot is None else slot.spec.model)
         if slot is None and cached is None:
-            raise ModelNotFound(f"The model `{shown(name)[1:-1]}` does not exist.", param="model")
+            raise ModelNotFound(
+                f"The model `{shown(name)[1:-1]}` does not exist.",
+                param="model",
+                hint="GET /v1/models lists the models",
+            )
         if cached is None:
             raise InvalidRequest(
                 f"model: the files of `{name}` are not in a cache of this machine",

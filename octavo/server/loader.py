@@ -291,5 +291,6 @@ def _plan(task: LoadTask, memory_bytes: int, capacities: dict[str, Capacity]) ->
             capacities[name] = capacity
     elif config.cache.kv_cache_memory_bytes is None:
         raise ConfigError(
-            "kv_cache_memory_bytes: required for a torch model that shares memory with other models"
+            "kv_cache_memory_bytes: required for a torch model beside other models",
+            hint="set it for this model, for example to 4GiB",
         )

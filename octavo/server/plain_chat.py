@@ -55,16 +55,20 @@ def refuse_values(body: Body, names: Iterable[str]) -> None:
 
 
 def make_rendering(
-    messages: Sequence[dict[str, Any]], model: ServedModel, *, continues: bool, thinks: bool | None
+    messages: Sequence[dict[str, Any]],
+    model: ServedModel,
+    *,
+    continues: bool,
+    enable_thinking: bool | None,
 ) -> Rendering:
     """Returns rendering options.
 
-    With `continues` a final assistant message is continued. `thinks` turns thinking on or off if
-    the template supports that; None leaves it to the template.
+    With `continues` a final assistant message is continued. `enable_thinking` turns thinking on or
+    off if the template supports that; None leaves it to the template.
     """
     goes_on = continues and messages[-1]["role"] == ASSISTANT
-    sets = thinks is not None and may_think(model)
-    variables = {"enable_thinking": thinks} if sets else {}
+    sets = enable_thinking is not None and may_think(model)
+    variables = {"enable_thinking": enable_thinking} if sets else {}
     return Rendering(not goes_on, goes_on, variables)
 
 

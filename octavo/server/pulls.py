@@ -87,18 +87,18 @@ class Pull:
             raise PullCancelled(f"{self.model}: cancelled: no client is waiting for the download")
         self._post(progress)
 
-    def _post(self, news: FileProgress | Path | OctavoError) -> None:
+    def _post(self, event: FileProgress | Path | OctavoError) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._note, news)
+            self._loop.call_soon_threadsafe(self._record, event)
 
-    def _note(self, news: FileProgress | Path | OctavoError) -> None:
-        match news:
+    def _record(self, event: FileProgress | Path | OctavoError) -> None:
+        match event:
             case FileProgress():
-                self.files[news.file] = news
+                self.files[event.file] = event
             case Path():
-                self._ended.set_result(news)
+                self._ended.set_result(event)
             case _:
-                self._ended.set_exception(news)
+                self._ended.set_exception(event)
                 self._ended.exception()  # marks it as retrieved; there may be no follower
         self._changed.set()
         self._changed = asyncio.Event()

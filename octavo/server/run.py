@@ -152,11 +152,15 @@ def parse_adapters(settings: ServerSettings, models: ModelDirectory) -> list[Lor
     modules = LoraModule.parse_all(settings.lora_modules)
     if modules and settings.lazy_load:
         raise ConfigError(
-            "lazy_load: not supported with lora_modules, which are loaded with their model"
+            "lazy_load: not supported with lora_modules, which are loaded with their model",
+            hint="remove lazy_load, or load adapters with POST /v1/load_lora_adapter",
         )
     for module in modules:
         if models.answers_to(module.name):
-            raise ConfigError(f"lora_modules: a model is also named {module.name}")
+            raise ConfigError(
+                f"lora_modules: a model is also named {module.name}",
+                hint="choose another name for the adapter",
+            )
         if module.base_model_name is not None and models.get(module.base_model_name) is None:
             raise ConfigError(
                 f"lora_modules: {module.name} is for {module.base_model_name}, which is not served",

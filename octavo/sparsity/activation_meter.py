@@ -184,11 +184,11 @@ def measured_gates(program: Program, observed: Mapping[Weight, Floats]) -> dict[
         maker, name = makers.get(op.gate), get_gate_name(op, makers)
         if isinstance(maker, Linear) and name and maker.weights_[0] in observed:
             first = sum(out.width for out in maker.outs[: maker.outs.index(op.gate)])
-            gates[name] = MeasuredGate(op, maker, first, _last_product(program, op.out))
+            gates[name] = MeasuredGate(op, maker, first, _get_last_linear(program, op.out))
     return gates
 
 
-def _last_product(program: Program, value: Value) -> Weight | None:
+def _get_last_linear(program: Program, value: Value) -> Weight | None:
     readers = [op for op in program.ops if value in op.inputs]
     if len(readers) != 1 or not isinstance(readers[0], Linear):
         return None
@@ -199,7 +199,7 @@ def _last_product(program: Program, value: Value) -> Weight | None:
 def _zeroed(program: Program, observed: Mapping[Weight, Floats]) -> list[Weight]:
     """Returns the matrices whose inputs come from an activation function that produces zeros."""
     last = [
-        _last_product(program, op.out)
+        _get_last_linear(program, op.out)
         for op in program.ops
         if isinstance(op, Act | ActMul) and op.activation in ZEROING
     ]

@@ -32,7 +32,7 @@ from octavo.wiring.model import (
     get_loaded_formats,
     open_model,
 )
-from octavo.worker.calibration import whole_text
+from octavo.worker.calibration import make_prompt_batch
 
 WINDOW = 256
 """Number of tokens per window; each window is computed as a separate sequence."""
@@ -185,7 +185,7 @@ def _windows(token_ids: list[int], num_tokens: int) -> list[NDArray[np.int32]]:
 
 def _run(runnable: Runnable, kv: KvCache, program: Program, token_ids: NDArray[np.int32]) -> None:
     first = original_context(program).first_position(len(token_ids))
-    batch = whole_text(token_ids, len(program.groups), num_axes=1, first_position=first)
+    batch = make_prompt_batch(token_ids, len(program.groups), num_axes=1, first_position=first)
     runnable.run(batch, kv)
 
 

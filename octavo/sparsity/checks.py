@@ -40,16 +40,16 @@ def check_sparsity(config: EngineConfig) -> None:
 
 def _check_processes(config: EngineConfig) -> None:
     """Raises ConfigError for options that pipeline or expert parallelism does not support."""
-    options, usual = config.of(SparsityOptions), SparsityOptions()
+    options, defaults = config.of(SparsityOptions), SparsityOptions()
     num_stages = config.backend.pipeline_parallel_size
     for name in AGAINST_STAGES if num_stages > 1 else ():
-        if (value := getattr(options, name)) != getattr(usual, name):
+        if (value := getattr(options, name)) != getattr(defaults, name):
             raise ConfigError(
                 f"pipeline_parallel_size: got {num_stages}, not supported with {name} {value}",
                 hint=f"remove {name}, or set pipeline_parallel_size to 1",
             )
     for name in AGAINST_SHARED_EXPERTS if config.fleet.num_expert_engines > 1 else ():
-        if (value := getattr(options, name)) != getattr(usual, name):
+        if (value := getattr(options, name)) != getattr(defaults, name):
             raise ConfigError(
                 f"enable_expert_parallel: not supported with {name} {value}",
                 hint=f"remove {name}, or set enable_expert_parallel to False",
@@ -58,9 +58,9 @@ def _check_processes(config: EngineConfig) -> None:
 
 def _check_importance(config: EngineConfig) -> None:
     """Raises ConfigError if prefix_cache_policy importance or prefix_cache_load cannot be used."""
-    options, usual = config.of(PrefixWeighingOptions), PrefixWeighingOptions()
+    options, defaults = config.of(PrefixWeighingOptions), PrefixWeighingOptions()
     if not options.weighs_prefixes:
-        if options.prefix_cache_load != usual.prefix_cache_load:
+        if options.prefix_cache_load != defaults.prefix_cache_load:
             raise ConfigError(
                 "prefix_cache_load: requires prefix_cache_policy importance",
                 hint="set prefix_cache_policy to importance, or remove prefix_cache_load",
@@ -184,7 +184,7 @@ def _check_neurons(config: EngineConfig) -> None:
 
 def _check_activations(config: EngineConfig) -> None:
     """Raises ConfigError if the activation sparsity options are invalid."""
-    options, usual = config.of(SparsityOptions), SparsityOptions()
+    options, defaults = config.of(SparsityOptions), SparsityOptions()
     backend = config.backend.backend
     ffn = options.ffn_sparsity
     if ffn not in (None, "exact") and not 0 < options.gate_sparsity <= MAX_SPARSITY:
@@ -206,7 +206,7 @@ def _check_activations(config: EngineConfig) -> None:
     _check_share(config, "kv_selection", "kv_budget", changed="queries and keys")
     if not options.activation_sparsity and not options.gate_sparsity:
         for unused in ("calibration", "activation_sparsity_plan"):
-            if getattr(options, unused) != getattr(usual, unused):
+            if getattr(options, unused) != getattr(defaults, unused):
                 raise ConfigError(
                     f"{unused}: requires activation_sparsity or ffn_sparsity gate:SHARE",
                     hint=f"remove {unused}",
@@ -244,10 +244,10 @@ def _check_share(config: EngineConfig, name: str, share: str, *, changed: str) -
     `name` is the option that enables selection, `share` the option that sets the selected fraction.
     `changed` describes the inputs on which LoRA adapters are not supported together with it.
     """
-    options, usual = config.of(SparsityOptions), SparsityOptions()
+    options, defaults = config.of(SparsityOptions), SparsityOptions()
     value: float = getattr(options, share)
     if getattr(options, name) is None:
-        if value != getattr(usual, share):
+        if value != getattr(defaults, share):
             raise ConfigError(f"{share}: requires {name}", hint=f"remove {share}")
         return
     if not 1 - MAX_SPARSITY <= value + 1e-9 <= 1 + 1e-9:

@@ -17,14 +17,14 @@ class SparsityConfigHooks(ConfigHooks):
 
     def draft_config(self, config: EngineConfig) -> EngineConfig:
         """Resets options that are calibrated for the target's weights."""
-        options, usual = config.of(SparsityOptions), SparsityOptions()
+        options, defaults = config.of(SparsityOptions), SparsityOptions()
         return config.replace_options(
             replace(
                 options,
                 sparsity_predictor=None,
-                predicted_share=usual.predicted_share,
+                predicted_share=defaults.predicted_share,
                 kv_selection=None,
-                kv_budget=usual.kv_budget,
+                kv_budget=defaults.kv_budget,
             )
         )
 
@@ -68,12 +68,12 @@ def _describe_sparsity(options: SparsityOptions) -> str:
         zeros.append(f"{options.neuron_sparsity:.0%} of the neurons that a predictor knows")
     if options.kv_selection:
         unread.append(f"{options.key_sparsity:.0%} of the blocks of keys ({options.kv_selection})")
-    said = [
+    effects = [
         f"{' and '.join(parts)} {what}"
         for parts, what in ((zeros, "are treated as zero"), (unread, "are not read"))
         if parts
     ]
-    return f"approximate: in generated tokens, {', '.join(said)}; their KV blocks are not cached"
+    return f"approximate: in generated tokens, {', '.join(effects)}; their KV blocks are not cached"
 
 
 def _describe_weighing(options: PrefixWeighingOptions) -> str:

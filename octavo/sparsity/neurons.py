@@ -128,7 +128,7 @@ def split_neurons(program: Program) -> Program:
     uses = Counter(weight for op in program.ops for weight in op.weights)
     ops: list[Op] = []
     for op in program.ops:
-        down = _last_product(op, downs, readers)
+        down = _get_down_projection(op, downs, readers)
         if down is None or any(uses[weight] > 1 for weight in (*op.weights, *down.weights_)):
             ops.append(op)
         else:
@@ -178,7 +178,9 @@ def check_neurons(program: Program, formats: Mapping[Weight, TileFormat]) -> Non
                 )
 
 
-def _last_product(op: Op, downs: dict[Value, Linear], readers: Counter[Value]) -> Linear | None:
+def _get_down_projection(
+    op: Op, downs: dict[Value, Linear], readers: Counter[Value]
+) -> Linear | None:
     """Returns the down projection that reads an op's zeros if it is the only reader; else None."""
     if not _makes_zeros(op) or len(op.outputs) != 1 or readers[op.outputs[0]] != 1:
         return None

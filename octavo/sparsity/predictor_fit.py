@@ -104,7 +104,7 @@ class PredictorFit:
                     hint="use 64, for example",
                 )
         self._lasts = {
-            name: _last_product(program, gate, observed) for name, gate in self._gates.items()
+            name: _get_last_linear(program, gate, observed) for name, gate in self._gates.items()
         }
         self._lengths: dict[str, Floats] = {
             name: np.linalg.norm(floats(last), axis=0).astype(np.float32)
@@ -184,7 +184,7 @@ def _attention_input(
     )
 
 
-def _last_product(
+def _get_last_linear(
     program: Program, gate: MeasuredGate, observed: Mapping[Weight, Floats]
 ) -> Weight:
     """Returns the down projection that follows a gate."""

@@ -77,9 +77,9 @@ class ChatTemplate:
             }
             return render(compiled, {"tools": None, "documents": None} | known | dict(variables))
         except Exception as error:  # depending on its input, a template can raise any error
-            said = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             raise InvalidRequest(
-                f"messages: the chat template failed: {said}", param="messages"
+                f"messages: the chat template failed: {reason}", param="messages"
             ) from error
 
     @cached_property

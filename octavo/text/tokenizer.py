@@ -377,7 +377,10 @@ def _read_template(option: str, names: Collection[str]) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template: {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"chat_template: {path} cannot be read: {error}",
+            hint="give the path of a Jinja file, or a name from the model's tokenizer_config.json",
+        ) from error
 
 
 def encode_text(

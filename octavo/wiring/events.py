@@ -22,7 +22,10 @@ def open_publishers(config: EngineConfig) -> list[KVEventPublisher]:
     if not events_config.publishes:
         return []
     if not (config.cache.enable_prefix_caching and config.cache.kv_cache):
-        raise ConfigError("kv_events_config: requires kv_cache and enable_prefix_caching")
+        raise ConfigError(
+            "kv_events_config: requires kv_cache and enable_prefix_caching",
+            hint="remove --no-kv-cache and --no-enable-prefix-caching",
+        )
     from octavo.frontend.kv_event_publisher import KVEventPublisher
 
     publishers: list[KVEventPublisher] = []

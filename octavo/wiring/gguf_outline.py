@@ -70,7 +70,7 @@ def _tokenizer_keys(source: TokenizerSource, vocabulary: Vocabulary) -> Mapping[
         keys[f"tokenizer.ggml.{key}_token_id"] = token_id
     adds_bos = source.add_bos_token
     if adds_bos is None and source.json is not None:
-        adds_bos = _puts_bos(source)
+        adds_bos = _adds_bos(source)
     if adds_bos is not None:
         keys["tokenizer.ggml.add_bos_token"] = adds_bos
     if source.chat_template is not None:
@@ -82,7 +82,7 @@ def _tokenizer_keys(source: TokenizerSource, vocabulary: Vocabulary) -> Mapping[
     return keys
 
 
-def _puts_bos(source: TokenizerSource) -> bool:
+def _adds_bos(source: TokenizerSource) -> bool:
     """Returns whether tokenizer.json adds the BOS token itself."""
     import tokenizers
 

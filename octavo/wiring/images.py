@@ -52,7 +52,10 @@ def make_image_reader(
     media = config.media
     folder = None if media.media_dir is None else expand_path(media.media_dir)
     if folder is not None and not (path_exists(folder) and folder.is_dir()):
-        raise ConfigError(f"media_dir: {folder} is not a directory")
+        raise ConfigError(
+            f"media_dir: {folder} is not a directory",
+            hint="create the directory, or omit media_dir",
+        )
     limits = ImageLimits(
         media.max_images,
         media.max_image_bytes,

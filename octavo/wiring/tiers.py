@@ -96,7 +96,8 @@ def count_slots(cache: CacheOptions, block_bytes: int, *, has_more: bool = False
     if offload_bytes < block_bytes and (offload_bytes or has_more):
         raise ConfigError(
             f"kv_offloading_size: got {format_bytes(offload_bytes)}, expected at least one block,"
-            f" {format_bytes(block_bytes)}"
+            f" {format_bytes(block_bytes)}",
+            hint="raise kv_offloading_size, or set it to 0",
         )
     return offload_bytes // block_bytes
 

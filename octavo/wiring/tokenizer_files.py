@@ -18,7 +18,10 @@ def find_tokenizer(options: ModelOptions, checkpoint: Checkpoint) -> TokenizerSo
     if name is None:
         source, where = checkpoint.tokenizer_source(), str(checkpoint.path)
     elif not path_exists(path := expand_path(name)):
-        raise ConfigError(f"tokenizer: got {name!r}, no such file or directory")
+        raise ConfigError(
+            f"tokenizer: got {name!r}, no such file or directory",
+            hint="give a directory with tokenizer.json, or omit tokenizer to use the model's own",
+        )
     elif path.is_dir():
         source = tokenizer_source(path, checkpoint.config, checkpoint.generation_config)
         where = name

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from octavo.engine.protocol.kv_messages import BlockMove
 from octavo.engine.protocol.ports import ConnectorWorker
 from octavo.executor.kv import BatchedKvCache, BlockMover, KvCache
-from octavo.worker.block_places import VirtualPlaces
+from octavo.worker.block_map import VirtualBlockMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,16 @@ class CacheEngine:
         kv: KvCache,
         host: Sequence[HostShape] = (),
         connector: ConnectorWorker | None = None,
-        places: VirtualPlaces | None = None,
+        block_map: VirtualBlockMap | None = None,
         counters: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """`host`: sizes by group; memory that is never written is not allocated. `places`: maps
+        """`host`: sizes by group; memory that is never written is not allocated. `block_map`: maps
         block ids to indices in `kv` in the virtual layout; None: the index is the block id.
         `counters`: counters of extensions for `kv`.
         """
         self.kv = kv
         self.connector = connector
-        self.places = places
+        self.block_map = block_map
         self.counters = counters
         """Returns the counters of extensions for the KV memory; None if there are none."""
         self._mover: BlockMover = (
@@ -119,7 +119,7 @@ class CacheEngine:
                 self._mover.write(group, [find(group, move.target) for move in batch], data)
 
     def _find(self, group: int, block_id: int) -> int:
-        return block_id if self.places is None else self.places.find(group, block_id)
+        return block_id if self.block_map is None else self.block_map.find(group, block_id)
 
     def settle(self, moves: Sequence[BlockMove]) -> float:
         """Waits until the blocks that these moves read from the device are on the host. Returns the

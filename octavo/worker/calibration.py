@@ -75,7 +75,7 @@ def mean_squares(
     groups = program.groups
     last_axis = max((op.axis for op in program.ops if isinstance(op, Embedding)), default=0)
     first = original_context(program).first_position(len(token_ids))
-    batch = whole_text(token_ids, len(groups), num_axes=1 + last_axis, first_position=first)
+    batch = make_prompt_batch(token_ids, len(groups), num_axes=1 + last_axis, first_position=first)
     num_blocks = [batch.block_tables.shape[-1]] * len(groups)
     kv = ReferenceBackend().allocate([make_kv_layout(group) for group in groups], num_blocks)
     step = ReferenceStep(program, {}, batch, kv.groups, multiply=_multiply)
@@ -120,7 +120,7 @@ def _forget(op: Op, step: ReferenceStep, unread: Counter[str]) -> None:
             step.values.pop(value.name, None)
 
 
-def whole_text(
+def make_prompt_batch(
     token_ids: NDArray[np.int32],
     num_groups: int,
     *,

@@ -18,11 +18,11 @@ from octavo.engine.protocol.step import (
     MediaItem,
     NewRequest,
     ScheduledRequest,
-    TableEnd,
+    TableLength,
 )
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.text.ports import Grammars
-from octavo.worker.block_places import VirtualPlaces
+from octavo.worker.block_map import VirtualBlockMap
 from octavo.worker.sampling.grammar_matchers import GrammarMatchers
 from octavo.worker.sampling.logits_processors import LogitsProcessors
 from octavo.worker.sampling.sampling_states import SamplingStates
@@ -108,13 +108,13 @@ class InputBatch:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.row_of
 
-    def free(self, request_id: str, places: VirtualPlaces | None) -> None:
+    def free(self, request_id: str, block_map: VirtualBlockMap | None) -> None:
         """Frees a request's row, if it has one."""
         row = self.row_of.pop(request_id, None)
         if row is None:
             return
-        if places is not None:
-            places.clear(row)
+        if block_map is not None:
+            block_map.clear(row)
         self.block_tables[:, row] = -1
         if row in self.sampling.special_rows:
             self.grammars.free(row)
@@ -151,9 +151,9 @@ class InputBatch:
         if new.grammar is not None:
             self.grammars.add(row, new)
 
-    def update_tables(self, scheduled: ScheduledRequest, places: VirtualPlaces | None) -> None:
+    def update_tables(self, scheduled: ScheduledRequest, block_map: VirtualBlockMap | None) -> None:
         """Sets the blocks that a plan adds to or replaces in a row's table: their ids, or their
-        indices in the virtual layout `places`.
+        indices in the virtual layout `block_map`.
         """
         row = self.row_of[scheduled.request_id]
         for group, added in enumerate(scheduled.new_block_ids):
@@ -161,18 +161,18 @@ class InputBatch:
             # The single block of a state is repeated in the row's table.
             end = None if group in self._states and added else first + len(added)
             self.block_tables[group, row, first:end] = (
-                added if places is None else places.put(group, row, first, added)
+                added if block_map is None else block_map.put(group, row, first, added)
             )
             self._num_blocks[group][row] = first + len(added)
             if group == 0 and self._goes_without_blocks:
                 self.num_unread[row] += added.count(-1)
         for group, index, block_id in scheduled.replaced_blocks:
             where = slice(None) if group in self._states else index
-            if places is not None:
-                (block_id,) = places.put(group, row, index, [block_id])
+            if block_map is not None:
+                (block_id,) = block_map.put(group, row, index, [block_id])
             self.block_tables[group, row, where] = block_id
 
-    def shorten_table(self, end: TableEnd, places: VirtualPlaces | None) -> None:
+    def shorten_table(self, end: TableLength, block_map: VirtualBlockMap | None) -> None:
         """Removes the blocks after the end of a row's table, if the request has a row."""
         row = self.row_of.get(end.request_id)
         if row is None:
@@ -182,8 +182,8 @@ class InputBatch:
             if num_blocks < num_held:
                 self.block_tables[group, row, num_blocks:num_held] = -1
                 self._num_blocks[group][row] = num_blocks
-                if places is not None:
-                    places.shorten(group, row, num_blocks)
+                if block_map is not None:
+                    block_map.shorten(group, row, num_blocks)
 
     def keep_path(self, scheduled: ScheduledRequest, path: int) -> None:
         """Sets the blocks of a row to those of the accepted path of its draft tree; the blocks of

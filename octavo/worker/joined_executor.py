@@ -90,7 +90,7 @@ class JoinedExecutor:
         if not plan.rows and not self._links.is_behind:
             return plan
         self._links.begin()
-        return plan if plan.rows else msgspec.structs.replace(plan, joins=True)
+        return plan if plan.rows else msgspec.structs.replace(plan, is_dummy_step=True)
 
     def _ended_by(self, error: Exception) -> EngineDead:
         """Returns the error to raise after a failure: another engine's end, if that is the

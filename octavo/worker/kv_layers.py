@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from octavo.engine.protocol.kv_messages import ConnectorPlan, StreamedBlock
 from octavo.executor.base import Runnable
 from octavo.executor.kv import KvLayout, LayeredKvCache
-from octavo.worker.block_places import VirtualPlaces
+from octavo.worker.block_map import VirtualBlockMap
 from octavo.worker.model_input import ModelInput
 
 
@@ -27,14 +27,14 @@ class KvLayers:
         self,
         runnable: Runnable,
         kv: LayeredKvCache,
-        places: VirtualPlaces | None,
+        block_map: VirtualBlockMap | None,
         layouts: Sequence[KvLayout],
     ) -> None:
         self.writes = list(runnable.kv_writes or ())
         """(group, layer) of each write."""
         self._runnable = runnable
         self._kv = kv
-        self._places = places
+        self._block_map = block_map
         self._layer_bytes = [layout.layer_bytes for layout in layouts]
 
     @property
@@ -49,8 +49,8 @@ class KvLayers:
         """Copies one layer of several blocks, `[blocks, layer_bytes]`."""
         copies = np.empty((len(block_ids), self._layer_bytes[group]), np.uint8)
         for block_id, into in zip(block_ids, copies, strict=True):
-            place = block_id if self._places is None else self._places.find(group, block_id)
-            self._kv.read_layer(group, layer, place, into)
+            index = block_id if self._block_map is None else self._block_map.find(group, block_id)
+            self._kv.read_layer(group, layer, index, into)
         return copies
 
 
@@ -103,7 +103,7 @@ def layer_streaming(
     connector: object,
     runnable: Runnable,
     kv: Any,
-    places: VirtualPlaces | None,
+    block_map: VirtualBlockMap | None,
     layouts: Sequence[KvLayout],
 ) -> LayerStreaming | None:
     """Returns the streaming of a Program's blocks. Returns None if its backend does not report
@@ -113,4 +113,4 @@ def layer_streaming(
         return None
     if runnable.kv_writes is None:
         return None
-    return LayerStreaming(connector, KvLayers(runnable, kv, places, layouts))
+    return LayerStreaming(connector, KvLayers(runnable, kv, block_map, layouts))

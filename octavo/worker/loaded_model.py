@@ -22,9 +22,9 @@ from octavo.program.ops import num_position_axes
 from octavo.program.program import Program
 from octavo.text.ports import Grammars
 from octavo.utils.progress import Report
-from octavo.worker.block_places import (
+from octavo.worker.block_map import (
     RangeShape,
-    VirtualPlaces,
+    VirtualBlockMap,
     check_addressable,
     describe_ranges,
 )
@@ -145,7 +145,7 @@ class LoadedModel:
         """Builds the worker with these numbers of blocks in each group, on the device and for
         swapped requests.
         """
-        kv, places = self._kv_memory(num_blocks, report)
+        kv, block_map = self._kv_memory(num_blocks, report)
         host = [
             HostShape(count, layout.block_bytes)
             for count, layout in zip(num_host_blocks, self.layouts, strict=True)
@@ -163,7 +163,7 @@ class LoadedModel:
                 kv,
                 host,
                 connector,
-                places,
+                block_map,
                 counters=kv_counters(kv, self.layouts),
             ),
             self.rows,
@@ -174,7 +174,7 @@ class LoadedModel:
             draft=self._draft_model(kv),
             media=media,
             streaming=layer_streaming(
-                connector, next(iter(self.runnables.values())), kv, places, self.layouts
+                connector, next(iter(self.runnables.values())), kv, block_map, self.layouts
             ),
         )
 
@@ -230,7 +230,7 @@ class LoadedModel:
 
     def _kv_memory(
         self, num_blocks: Sequence[int], report: Report
-    ) -> tuple[KvCache, VirtualPlaces | None]:
+    ) -> tuple[KvCache, VirtualBlockMap | None]:
         """Allocates the KV memory in the configured layout. Also returns the places of its blocks;
         None in the paged layout.
         """
@@ -255,7 +255,7 @@ class LoadedModel:
         check_addressable(ranges, num_rows=num_rows)
         report(describe_ranges(ranges, num_rows=num_rows))
         kv = backend.allocate_on_demand(layouts, [num_rows * shape.num_blocks for shape in ranges])
-        return kv, VirtualPlaces(kv, ranges, num_rows=num_rows)
+        return kv, VirtualBlockMap(kv, ranges, num_rows=num_rows)
 
 
 def get_common_layouts(runnables: Mapping[str, Runnable]) -> tuple[KvLayout, ...]:

@@ -179,7 +179,7 @@ class Worker:
             moved_s = max(moved_s, self.cache_engine.settle(plan.moves))
         if self._connector is not None:
             self._begin_connector(plan)
-        if plan.joins:
+        if plan.is_dummy_step:
             self._runners.join()
         return began, StepResult(plan.step, [], moved_s=moved_s, not_encoded=not_encoded)
 
@@ -259,8 +259,8 @@ class Worker:
         if self._draft is not None and plan.rows:
             self._draft.follow(plan.rows, result.rows)
         result.busy_s = time.perf_counter() - began
-        if self.cache_engine.places is not None:
-            result.kv_bytes = self.cache_engine.places.num_bytes
+        if self.cache_engine.block_map is not None:
+            result.kv_bytes = self.cache_engine.block_map.num_bytes
         if self._runners.streaming:
             result.weights = self._runners.get_arrivals()
         if self._kv_counters is not None:
@@ -276,12 +276,12 @@ class Worker:
     def _apply(self, plan: StepPlan) -> float:
         """Applies a plan to rows and blocks; returns the seconds spent moving blocks.
 
-        Blocks are moved out before their places are freed, and moved in after they have new places.
+        Blocks are moved out before their memory is freed, and moved in after they have new memory.
         Tables are shortened before anything can fail, since later plans rely on it.
         """
-        places, rows, faults = self.cache_engine.places, self._rows, self._faults
-        for end in plan.table_ends:
-            rows.shorten_table(end, places)
+        block_map, rows, faults = self.cache_engine.block_map, self._rows, self._faults
+        for table in plan.table_lengths:
+            rows.shorten_table(table, block_map)
         if plan.compiles:
             rows.grammars.begin(plan.compiles)
         if plan.adapters:
@@ -293,7 +293,7 @@ class Worker:
                 num_out += 1
             moved_s = self._move(plan.moves[:num_out])
         for request_id in plan.freed_rows:
-            rows.free(request_id, places)
+            rows.free(request_id, block_map)
             faults.failed.pop(request_id, None)
         if self._adapters is not None:
             self._adapters.await_slots(new.adapter_slot for new in plan.new_rows)
@@ -305,7 +305,7 @@ class Worker:
         for row in plan.rows:
             if row.new_block_ids or row.replaced_blocks:
                 try:
-                    rows.update_tables(row, places)
+                    rows.update_tables(row, block_map)
                 except Exception as error:
                     faults.add(row.request_id, error)
         return moved_s + self._move(plan.moves[num_out:]) if plan.moves else moved_s

@@ -124,7 +124,10 @@ def test_what_does_not_fit_the_context_is_refused(octavo, tiny):
     ended = octavo("bench", "throughput", *tiny, "--input-len=200", "--output-len=100")
     assert (ended.code, ended.message) == (
         2,
-        ["octavo: input_len + output_len: got 300, expected at most the context, 256"],
+        [
+            "octavo: input_len + output_len: got 300, expected at most the context, 256",
+            "hint: use shorter lengths, or raise max_model_len",
+        ],
     )
 
 

@@ -125,6 +125,7 @@ def test_a_file_that_is_no_conversation_is_refused_and_not_replaced(talk, tmp_pa
         f"{file}: not a conversation: user and assistant messages must alternate",
         f"{file}: not a conversation: user and assistant messages must alternate",
         f"chat: {tmp_path / 'none'}: cannot be read: No such file or directory",
+        "hint: check the path and its permissions",
         "/save: a file name is required",
         "hint: /save chat.json",
     ]

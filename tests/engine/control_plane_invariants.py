@@ -130,7 +130,7 @@ class ControlPlaneInvariants(RuleBasedStateMachine):
         scheduler = self.core.scheduler
         if self.core.plans_in_flight:
             return
-        ends = {end.request_id: end.num_blocks for end in scheduler.kv_allocator.table_ends}
+        ends = {end.request_id: end.num_blocks for end in scheduler.kv_allocator.table_lengths}
         for row in (row for request in scheduler.queues.running for row in request.rows):
             tables = scheduler.blocks.tables[row.request_id]
             assert max(map(len, tables)) <= -(-row.num_tokens // 16)

@@ -200,7 +200,7 @@ def test_blocks_behind_a_guess_that_failed_go_back_with_its_result(layout):
                 for row in (row for request in scheduler.queues.running for row in request.rows):
                     (table,) = scheduler.blocks.tables[row.request_id]
                     assert len(table) <= -(-row.num_tokens // 16)
-                most_reserved = max(most_reserved, len(scheduler.kv_allocator.table_ends))
+                most_reserved = max(most_reserved, len(scheduler.kv_allocator.table_lengths))
         assert core.scheduler.stats().num_used_blocks == 0
     assert [fingerprint(found[index]) for index in range(3)] == list(map(fingerprint, plain))
     assert most_reserved > 0
@@ -227,22 +227,22 @@ def test_the_worker_knows_tables_as_they_are(model, options, monkeypatch):
         plain = llm.generate(prompts, params)
     num_cut, known = 0, []
 
-    def update_tables(rows, scheduled, places):
+    def update_tables(rows, scheduled, block_map):
         known[:] = [rows]
-        updated(rows, scheduled, places)
+        updated(rows, scheduled, block_map)
 
     def execute(worker, plan):
         nonlocal num_cut
-        num_cut += len(plan.table_ends)
+        num_cut += len(plan.table_lengths)
         result = computed(worker, plan)
-        (rows,), places, blocks = known, worker.cache_engine.places, core.scheduler.blocks
+        (rows,), block_map, blocks = known, worker.cache_engine.block_map, core.scheduler.blocks
         for planned, row in zip(plan.rows, rows.indices(plan.rows).tolist(), strict=True):
             tables = blocks.tables[planned.request_id]
             assert rows.num_placed_tokens(row) == 16 * min(map(len, tables))
             for group, wanted in enumerate(tables):
                 table = rows.block_tables[group, row]
                 for at, block_id in enumerate(wanted):
-                    slot = block_id if places is None else places.find(group, block_id)
+                    slot = block_id if block_map is None else block_map.find(group, block_id)
                     assert block_id < 0 or table[at] == slot
                 is_state = blocks.pools[group].spec.is_rewritten
                 assert is_state or (table[len(wanted) :] == -1).all()

@@ -142,8 +142,8 @@ def _resident_bytes(address: int, num_bytes: int) -> int:
 
 def test_memory_is_given_as_requests_grow_and_taken_back_when_they_leave(setup: Any) -> None:
     with make(setup, max_num_batched_tokens=32, max_num_seqs=64) as llm:
-        places = cache_engine(llm).places
-        assert given_bytes(llm) == places.num_bytes == 0
+        block_map = cache_engine(llm).block_map
+        assert given_bytes(llm) == block_map.num_bytes == 0
         streams = [llm.stream(prompt, params) for prompt, params in zip(PROMPTS, LONG, strict=True)]
         seen = []
         while streams:
@@ -151,14 +151,14 @@ def test_memory_is_given_as_requests_grow_and_taken_back_when_they_leave(setup: 
                 if next(stream, None) is None:
                     streams.remove(stream)
             seen.append(given_bytes(llm))
-            assert seen[-1] <= places.num_bytes, "never more than is counted, in whole pages"
+            assert seen[-1] <= block_map.num_bytes, "never more than is counted, in whole pages"
         kv: Any = cache_engine(llm).kv
         assert 0 < max(seen) < sum(num_bytes for _, num_bytes in kv.spans(0)) / 3, (
             "addresses are not memory"
         )
         llm.generate(PROMPTS[0], GREEDY)
         one = given_bytes(llm)
-        assert one <= places.num_bytes and one < max(seen) / 3, "all others' is given back"
+        assert one <= block_map.num_bytes and one < max(seen) / 3, "all others' is given back"
 
 
 def test_an_engine_that_falls_idle_holds_nothing(setup: Any) -> None:
@@ -176,7 +176,7 @@ def test_what_is_counted_is_what_the_system_gave_once_every_block_is_written(set
         stream = llm.stream(prompts_of(64)[0], msgspec.structs.replace(GREEDY, max_tokens=2))
         next(stream)
         next(stream)  # its 65th token's block has been written now
-        assert given_bytes(llm) == cache_engine(llm).places.num_bytes
+        assert given_bytes(llm) == cache_engine(llm).block_map.num_bytes
         stream.close()
 
 

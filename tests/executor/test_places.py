@@ -159,7 +159,8 @@ def test_the_first_axis_of_several_is_the_one_that_is_read(backend):
 
     def three_axes(batch):
         return replace(
-            batch, positions=np.stack([batch.places, batch.places * 2, batch.places + 9])
+            batch,
+            positions=np.stack([batch.places, batch.places * 2, batch.places + 9]),
         )
 
     program = positions_program()

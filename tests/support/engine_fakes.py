@@ -107,7 +107,7 @@ class FakeExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
-        for end in plan.table_ends:
+        for end in plan.table_lengths:
             for table, num_blocks in zip(
                 self.rows[end.request_id].tables if end.request_id in self.rows else [],
                 end.num_blocks,

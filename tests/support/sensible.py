@@ -17,7 +17,7 @@ from octavo.api.repetition_detection import LOOP
 FACTS = {
     r"capital of France|octavo chat$": r"\bParis\b",
     r"opposite of cold": r"\b(hot|warm|heat)",
-    r"Water boils at": r"\b(100|212)\b",
+    r"capital of (Italy|Japan)": r"\b(Rome|Tokyo)\b",
     r"haiku about memory": r"(?i)memor",
     r"Name three colours": r"(?is)(\b(red|blue|green|yellow|orange|purple)\b.*){3}",
     r"weather in Oslo": r'"city": ?"Oslo',

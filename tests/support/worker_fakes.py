@@ -12,7 +12,7 @@ import numpy as np
 from octavo.executor.base import Runnable
 from octavo.executor.batch import SampleResult, StepBatch, StepOutput
 from octavo.executor.kv import BLOCK_SIZE
-from octavo.worker.block_places import RangeShape, VirtualPlaces
+from octavo.worker.block_map import RangeShape, VirtualBlockMap
 from octavo.worker.cache_engine import CacheEngine, HostShape
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.model_runner import ModelRunner
@@ -115,13 +115,13 @@ def make_worker(
     rows = InputBatch(
         max_rows=max_rows, max_model_len=max_model_len, num_groups=num_groups, vocab_size=VOCAB
     )
-    kv, places = FakeKv(num_groups, num_blocks), None
+    kv, block_map = FakeKv(num_groups, num_blocks), None
     if virtual:
         shape = RangeShape.build(num_blocks, -(-max_model_len // BLOCK_SIZE), (PAGESIZE,), 1)
         kv = FakeKv(num_groups, max_rows * shape.num_blocks)
-        places = VirtualPlaces(kv, [shape] * num_groups, num_rows=max_rows)
+        block_map = VirtualBlockMap(kv, [shape] * num_groups, num_rows=max_rows)
     cache_engine = CacheEngine(
-        kv, [HostShape(num_blocks, 8 * BLOCK_SIZE)] * num_groups, places=places
+        kv, [HostShape(num_blocks, 8 * BLOCK_SIZE)] * num_groups, block_map=block_map
     )
     runners = ProgramRunners({"decoder": ModelRunner(runnable, kv, rows)})
     return Worker(runners, cache_engine, rows, close=lambda: None, is_alone=is_alone)

@@ -90,11 +90,11 @@ class ConfigGroup:
     targets: tuple[str, ...]
     scheme: IntScheme | Fp8Scheme | E2m1Scheme
 
-    def closeness(self, module: str) -> int:
+    def get_specificity(self, module: str) -> int:
         """Returns how specifically a target matches `module`: 3 by name, 2 by pattern, 1 by class,
         0 not at all.
         """
-        return max((_closeness(target, module) for target in self.targets), default=0)
+        return max((_get_specificity(target, module) for target in self.targets), default=0)
 
 
 class CompressedTensors(ByModule):
@@ -124,7 +124,7 @@ class CompressedTensors(ByModule):
         }
         for group in self._groups:
             named = [target for target in group.targets if target not in CLASSES]
-            if named and not any(map(group.closeness, suffixes)):
+            if named and not any(map(group.get_specificity, suffixes)):
                 raise WeightMismatch(
                     f"quantization_config: {group.name}: its targets {', '.join(named)} match none"
                     f" of the quantized modules",
@@ -172,7 +172,7 @@ class CompressedTensors(ByModule):
         )
 
     def planned_name(self, module: str) -> str | None:
-        is_ignored = any(_closeness(one, module) for one in self._ignored)
+        is_ignored = any(_get_specificity(one, module) for one in self._ignored)
         if QUANTIZED not in module or is_ignored or not self._groups:
             return None
         scheme = self._get_scheme(module)
@@ -189,12 +189,14 @@ class CompressedTensors(ByModule):
 
     def _get_scheme(self, module: str) -> IntScheme | Fp8Scheme | E2m1Scheme:
         """Returns the scheme of the most specific matching group."""
-        meant = max(self._groups, key=lambda group: group.closeness(module), default=None)
-        if meant is None or not meant.closeness(module):
+        target_group = max(
+            self._groups, key=lambda group: group.get_specificity(module), default=None
+        )
+        if target_group is None or not target_group.get_specificity(module):
             raise WeightMismatch(
                 f"{module} is quantized, but is not a target of quantization_config"
             )
-        return meant.scheme
+        return target_group.scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +351,7 @@ def _patterns(values: Any, key: str) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _closeness(target: str, module: str) -> int:
+def _get_specificity(target: str, module: str) -> int:
     """Returns 3 if the target is the module's name or a suffix of it, 2 if it is a matching
     pattern, 1 if it is a class name, else 0.
     """

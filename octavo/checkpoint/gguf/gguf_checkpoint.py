@@ -88,7 +88,8 @@ class GgufCheckpoint:
         if not isinstance(architecture, str) or architecture not in FAMILIES:
             raise UnsupportedModel(
                 f"{path}: got the architecture {architecture!r}, supported in GGUF:"
-                f" {', '.join(FAMILIES)}"
+                f" {', '.join(FAMILIES)}",
+                hint="use the safetensors version of the model, if its family is supported",
             )
         self.architecture: str = architecture
         self._header = Header(self.file, architecture)
@@ -194,7 +195,10 @@ class GgufCheckpoint:
         """Returns the location of a tensor in the file; raises WeightMismatch if it is missing."""
         source = self._gguf_names.get(name)
         if source is None:
-            raise WeightMismatch(f"{self.path}: the tensor {name} is missing")
+            raise WeightMismatch(
+                f"{self.path}: the tensor {name} is missing",
+                hint="the file may be incomplete or of another architecture; download it again",
+            )
         return source
 
     def tokenizer_source(self) -> TokenizerSource | None:
@@ -322,7 +326,10 @@ class GgufCheckpoint:
         parts = tuple(source.replace(stem, each) for each in self._joined(name).stems)
         missing = [part for part in parts if part not in self.file.tensors]
         if missing:
-            raise WeightMismatch(f"{self.path}: the tensor {missing[0]} is missing")
+            raise WeightMismatch(
+                f"{self.path}: the tensor {missing[0]} is missing",
+                hint="the file may be incomplete or of another architecture; download it again",
+            )
         return TensorLocation(parts[0], joined=parts)
 
     def _row_order(self, stem: str, num_rows: int) -> NDArray[np.intp]:
@@ -338,7 +345,10 @@ class GgufCheckpoint:
     def _config(self) -> dict[str, Any]:
         tensors = self.file.tensors
         if "token_embd.weight" not in tensors:
-            raise WeightMismatch(f"{self.path}: the tensor token_embd.weight is missing")
+            raise WeightMismatch(
+                f"{self.path}: the tensor token_embd.weight is missing",
+                hint="the file may be incomplete or of another architecture; download it again",
+            )
         return {
             "model_type": self._family.model_type,
             **pooling_config(self._header),

@@ -285,7 +285,8 @@ def base_config(
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if header.number("expert_count", 0) and not experts:
         raise UnsupportedModel(
-            f"{header.file.path}: {header.architecture} with experts is not supported from GGUF"
+            f"{header.file.path}: {header.architecture} with experts is not supported from GGUF",
+            hint="use the safetensors version of the model",
         )
     return config
 

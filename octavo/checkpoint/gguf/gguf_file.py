@@ -186,7 +186,8 @@ def _part_paths(path: Path, count: int) -> list[Path]:
     if missing:
         raise WeightMismatch(
             f"{path.parent}: missing parts of the model: {', '.join(missing[:4])}"
-            f" ({len(missing)} of {count})"
+            f" ({len(missing)} of {count})",
+            hint="download all parts into the same directory",
         )
     return paths
 
@@ -211,7 +212,8 @@ class _HeaderReader:
             refuse_placeholder(self.path)
             raise WeightMismatch(
                 f"{self.path}: not a GGUF file: it starts with {self.buffer[:4]!r}, not with"
-                f" {MAGIC!r}"
+                f" {MAGIC!r}",
+                hint="the file may be incomplete; download it again",
             )
         self.offset = 4
         version = self._u32()
@@ -277,7 +279,8 @@ class _HeaderReader:
         if kind is None:
             known = ", ".join(known.name for known in BLOCK_TYPES.values())
             raise UnsupportedModel(
-                f"{self.path}: {name} has tensor type {_type_name(number)}, supported: {known}"
+                f"{self.path}: {name} has tensor type {_type_name(number)}, supported: {known}",
+                hint="use a file with another quantization, such as Q4_K_M or Q8_0",
             )
         if shape[-1] % kind.block_size:
             raise _corrupt(

@@ -41,13 +41,13 @@ class ServeConfig:
     models: tuple[dict[str, Any], ...] = ()
     """Engine options of each model, including `model` and possibly `served_model_name`."""
 
-    def engine_defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the engine options of all models; `given` are the command line's options."""
-        options = self.options | dict(given)
+    def engine_defaults(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the engine options of all models; `flags` are the command line's options."""
+        options = self.options | dict(flags)
         options.pop("served_model_name", None)
         return options
 
-    def specs(self, texts: Sequence[str], given: Mapping[str, Any]) -> list[ModelSpec]:
+    def specs(self, texts: Sequence[str], flags: Mapping[str, Any]) -> list[ModelSpec]:
         """Returns the models to serve: from the command line, else the file, else the default.
 
         A text that names an entry of the file selects that entry.
@@ -55,12 +55,12 @@ class ServeConfig:
         entries = (
             [self._entry(text) for text in texts] or [*self.models] or [{"model": DEFAULT_MODEL}]
         )
-        if len(entries) > 1 and "served_model_name" in {**self.options, **given}:
+        if len(entries) > 1 and "served_model_name" in {**self.options, **flags}:
             raise ConfigError(
                 "served_model_name: allowed with one model only",
                 hint="name each model with NAME=MODEL",
             )
-        specs = [ModelSpec.of({**self.options, **entry, **given}) for entry in entries]
+        specs = [ModelSpec.of({**self.options, **entry, **flags}) for entry in entries]
         names = [spec.name for spec in specs]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -79,7 +79,8 @@ def read_config(path: Path) -> ServeConfig:
     if not isinstance(document, dict):
         raise ConfigError(
             f"config: {file.where()}: got a {type(document).__name__}, expected a mapping of"
-            " options to values"
+            " options to values",
+            hint="write one `option: value` per line, such as `port: 8000`",
         )
     settings, engine = get_options(ServerSettings), _engine_fields()
     known = {**settings, **engine}
@@ -97,7 +98,8 @@ def _models(entries: Any, file: DataFile) -> list[dict[str, Any]]:
         return []
     if not isinstance(entries, list) or not entries:
         raise ConfigError(
-            f"config: {file.where(MODELS)}: models: got {entries!r}, expected a list of models"
+            f"config: {file.where(MODELS)}: models: got {entries!r}, expected a list of models",
+            hint="write `models:`, then one `- model: NAME` per line",
         )
     return [_model(entry, file, index) for index, entry in enumerate(entries)]
 
@@ -117,22 +119,22 @@ def _model(entry: Any, file: DataFile, index: int) -> dict[str, Any]:
     known = _engine_fields() | {"model": option_fields()["model"]}
     values = _values(entry, known, [*known, "name"], file, MODELS, index)
     if "model" not in values:
-        raise ConfigError(f"{where}: model: field required")
+        raise ConfigError(f"{where}: model: field required", hint="add `model: NAME` to the entry")
     return values
 
 
 def _values(
-    given: Mapping[Any, Any],
+    options: Mapping[Any, Any],
     known: Mapping[str, OptionField],
     names: Sequence[str],
     file: DataFile,
     *above: str | int,
 ) -> dict[str, Any]:
     """Returns checked values by flat option names. `names` are the names that hints may suggest;
-    `above` is the path of keys in the file to `given`.
+    `above` is the path of keys in the file to `options`.
     """
     values = {}
-    for key, value in given.items():
+    for key, value in options.items():
         name, where = str(key).replace("-", "_"), f"config: {file.where(*above, str(key))}"
         if name not in known:
             flags = [flag_name.replace("_", "-") for flag_name in names]

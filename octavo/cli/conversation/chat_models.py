@@ -96,13 +96,15 @@ class RemoteModel:
         answer = self._client.get("/v1/models")
         if answer.status_code != 200:
             raise ConfigError(
-                f"url: {self._client.url}/v1/models returned {describe_refusal(answer)}"
+                f"url: {self._client.url}/v1/models returned {describe_refusal(answer)}",
+                hint="check --url, and --api-key if the server has keys",
             )
         try:
             return str(parse_json(answer.content)["data"][0]["id"])
         except (LookupError, TypeError, WorkerFailed) as error:
             raise ConfigError(
-                f"url: {self._client.url}/v1/models did not return a list of models"
+                f"url: {self._client.url}/v1/models did not return a list of models",
+                hint="check that --url is an OpenAI-compatible server",
             ) from error
 
     def reply(

@@ -64,12 +64,12 @@ class ChatSession:
     def __init__(
         self,
         model: LocalModel | RemoteModel,
-        said: ChatInput,
+        chat_input: ChatInput,
         sampling: dict[str, Any],
         system: str | None,
     ) -> None:
         self._model = model
-        self._input = said
+        self._input = chat_input
         params = {name: value for name, value in sampling.items() if value is not None}
         self._sampling = {name: value for name, value in params.items() if name in SETTABLE}
         self._unsettable = {name: value for name, value in params.items() if name not in SETTABLE}

@@ -78,7 +78,7 @@ class Translation:
     left: list[str]
     takes_words: bool = False
     """Whether the command has an argument for a prompt."""
-    given: dict[str, tuple[str, str]] = field(default_factory=dict)
+    seen: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Name and value of the foreign flag, by the Octavo flag that replaces it."""
     overrides: dict[str, Any] = field(default_factory=dict)
 
@@ -173,7 +173,7 @@ class Translation:
             self.overrides[OVERRIDE_NAMES.get(field_name, field_name)] = _number(name, value)
             return
         self._check_target(name, target, row)
-        before = self.given.setdefault(target, (name, value))
+        before = self.seen.setdefault(target, (name, value))
         if before[1] != value:
             raise ConfigError(
                 f"{name}: got {value}, but {before[0]} is {before[1]}; both flags set {target}"

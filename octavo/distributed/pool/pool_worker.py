@@ -76,14 +76,14 @@ class PoolWorker:
         self._pins: dict[BlockHashWithGroupId, float] = {}
         """Times until which blocks are pinned, in seconds since 1970."""
         largest = max(shape.block_bytes for shape in shapes) + HEADER_BYTES
-        self._reader = _BatchThread("octavo-pool-read", self._fetch, self._places(largest))
-        self._writer = _BatchThread("octavo-pool-write", self._keep, self._places(largest))
+        self._reader = _BatchThread("octavo-pool-read", self._fetch, self._buffers(largest))
+        self._writer = _BatchThread("octavo-pool-write", self._keep, self._buffers(largest))
 
-    def _places(self, num_bytes: int) -> NDArray[np.uint8]:
+    def _buffers(self, num_bytes: int) -> NDArray[np.uint8]:
         """Returns registered memory for one thread's values."""
-        places = np.zeros((MAX_BATCH, num_bytes), np.uint8)
-        self._store.register(places.reshape(-1))
-        return places
+        buffers = np.zeros((MAX_BATCH, num_bytes), np.uint8)
+        self._store.register(buffers.reshape(-1))
+        return buffers
 
     def slot(self, group: int, slot: int) -> NDArray[np.uint8]:
         slot_bytes: NDArray[np.uint8] = self._slots[group][slot]
@@ -130,12 +130,12 @@ class PoolWorker:
 
     # -- in the threads ----------------------------------------------------------------------------
 
-    def _fetch(self, blocks: Sequence[SlotBlock], places: NDArray[np.uint8]) -> None:
+    def _fetch(self, blocks: Sequence[SlotBlock], buffers: NDArray[np.uint8]) -> None:
         """Reads blocks into their slots through the thread's memory, and reports each."""
         have_come = [False] * len(blocks)
         try:
             if time.monotonic() >= self.reads_from:
-                have_come = self._read(blocks, places)
+                have_come = self._read(blocks, buffers)
         finally:
             with self._reporting() as report:
                 for block, has_come in zip(blocks, have_come, strict=True):
@@ -143,8 +143,10 @@ class PoolWorker:
                     self._num_under_way -= 1
                     (report.fetched if has_come else report.not_fetched).append(block.name)
 
-    def _read(self, blocks: Sequence[SlotBlock], places: NDArray[np.uint8]) -> list[bool]:
-        values = [self._value(block, place) for block, place in zip(blocks, places, strict=False)]
+    def _read(self, blocks: Sequence[SlotBlock], buffers: NDArray[np.uint8]) -> list[bool]:
+        values = [
+            self._value(block, buffer) for block, buffer in zip(blocks, buffers, strict=False)
+        ]
         began = time.monotonic()
         try:
             is_read = self._store.get([value for value in values if value is not None])
@@ -159,13 +161,13 @@ class PoolWorker:
             for block, value in zip(blocks, values, strict=True)
         ]
 
-    def _value(self, block: SlotBlock, place: NDArray[np.uint8]) -> StoreValue | None:
+    def _value(self, block: SlotBlock, buffer: NDArray[np.uint8]) -> StoreValue | None:
         """Returns a block's value in a buffer; None if the buffer is too small."""
         num_bytes = len(self._header(block)) + self._slot_bytes(block) + CHECKSUM.size
-        if num_bytes > len(place):
+        if num_bytes > len(buffer):
             return None
         is_pinned = self._pins.get(block.name, 0.0) > time.time()
-        return StoreValue(self._get_key(block.name), place[:num_bytes], is_pinned)
+        return StoreValue(self._get_key(block.name), buffer[:num_bytes], is_pinned)
 
     def _header(self, block: SlotBlock) -> bytes:
         return make_header(self._fingerprint, block.group, block.key, self._slot_bytes(block))
@@ -186,20 +188,22 @@ class PoolWorker:
         self.slot(block.group, block.slot)[:] = data[len(header) : end]
         return True
 
-    def _keep(self, blocks: Sequence[SlotBlock], places: NDArray[np.uint8]) -> None:
+    def _keep(self, blocks: Sequence[SlotBlock], buffers: NDArray[np.uint8]) -> None:
         """Writes blocks from their slots through the thread's memory, and reports each."""
         are_kept = [False] * len(blocks)
         try:
             if time.monotonic() >= self.writes_from:
-                are_kept = self._write(blocks, places)
+                are_kept = self._write(blocks, buffers)
         finally:
             with self._reporting() as report:
                 for block, is_kept in zip(blocks, are_kept, strict=True):
                     self._num_under_way -= 1
                     (report.kept if is_kept else report.not_kept).append(block.name)
 
-    def _write(self, blocks: Sequence[SlotBlock], places: NDArray[np.uint8]) -> list[bool]:
-        values = [self._value(block, place) for block, place in zip(blocks, places, strict=False)]
+    def _write(self, blocks: Sequence[SlotBlock], buffers: NDArray[np.uint8]) -> list[bool]:
+        values = [
+            self._value(block, buffer) for block, buffer in zip(blocks, buffers, strict=False)
+        ]
         stored_values = []
         for block, value in zip(blocks, values, strict=True):
             if value is not None:
@@ -239,9 +243,9 @@ class _BatchThread:
     function calls can be queued too.
     """
 
-    def __init__(self, name: str, do: DoBlocks, places: NDArray[np.uint8]) -> None:
+    def __init__(self, name: str, do: DoBlocks, buffers: NDArray[np.uint8]) -> None:
         self._do = do
-        self._places = places
+        self._buffers = buffers
         self._waiting: queue.SimpleQueue[SlotBlock | Callable[[], None] | None]
         self._waiting = queue.SimpleQueue()
         self._is_closing = False
@@ -268,12 +272,12 @@ class _BatchThread:
             following: SlotBlock | Callable[[], None] | None = first
             while isinstance(following, SlotBlock):
                 blocks.append(following)
-                if len(blocks) == len(self._places) or self._waiting.empty():
+                if len(blocks) == len(self._buffers) or self._waiting.empty():
                     break
                 following = self._waiting.get()
             try:
                 if blocks:
-                    self._do(blocks, self._places)
+                    self._do(blocks, self._buffers)
                 if following is None or self._is_closing:
                     return
                 if not isinstance(following, SlotBlock):

@@ -378,7 +378,7 @@ class BlockFetcher:
 
     # -- what does not come ------------------------------------------------------------------------
 
-    def note_time(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         """Ends fetches that time out, and those from silent engines. An engine whose memory is
         being read may be silent; the mover detects if it ends.
         """

@@ -254,7 +254,7 @@ class TransferChannel:
         self._pause_ms = self.sender.send_leaving()
         self.fetcher.process_reads()
         now = time.monotonic()
-        self.fetcher.note_time(now)
+        self.fetcher.expire(now)
         if now - self._signed_at > SIGN_S:
             self._signed_at = now
             self.sender.sign(now)

@@ -380,7 +380,7 @@ class BlockManager(BlockTables):
             ]
         if hit.sources:
             after = extent._replace(step_end=hit.num_tokens + extent.step_end)
-            if self.place(request_id, kept, after, reserve, spared=hit.sources):
+            if self.place(request_id, kept, after, reserve, excluded=hit.sources):
                 return hit
             hit = Hit(hit.kept, hit.num_blocks, hit.num_blocks * self.block_size)
         after = extent._replace(step_end=hit.num_tokens + extent.step_end)

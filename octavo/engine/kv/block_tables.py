@@ -77,27 +77,27 @@ class BlockTables:
         extent: Extent,
         reserve: int,
         *,
-        spared: Sequence[int] = (),
+        excluded: Sequence[int] = (),
     ) -> bool:
         """Creates a request's tables from kept and new blocks. Returns False and changes nothing if
         fewer than `reserve` blocks would stay free.
 
-        `spared`: for each group a block that must not be allocated, or a hole.
+        `excluded`: for each group a block that must not be allocated, or a hole.
         """
         counts = []
         for pool, table in zip(self.pools, kept, strict=True):
             num_blocks = max(len(table), pool.spec.blocks_at_start(extent, self.block_size))
-            spare = reserve + bool(spared) if pool.spec.grows else 0
+            spare = reserve + bool(excluded) if pool.spec.grows else 0
             if not pool.has_room(table, num_blocks, spare):
                 return False
             counts.append(num_blocks)
         # Spared blocks may be free, and `fill` allocates free blocks.
-        for pool, block_id in zip(self.pools, spared, strict=False):
+        for pool, block_id in zip(self.pools, excluded, strict=False):
             pool.hold_all([block_id])
         self.tables[request_id] = tables = []
         for pool, table, num_blocks in zip(self.pools, kept, counts, strict=True):
             tables.append(pool.fill(table, num_blocks))
-        for pool, block_id in zip(self.pools, spared, strict=False):
+        for pool, block_id in zip(self.pools, excluded, strict=False):
             pool.release_all([block_id])
         return True
 

@@ -136,7 +136,7 @@ class NewRequest(msgspec.Struct):
     """Position of its first token."""
 
 
-class TableEnd(msgspec.Struct):
+class TableLength(msgspec.Struct):
     """New length of a row's block tables after blocks were freed that had been allocated for
     rejected draft tokens or for decode steps that were not computed.
     """
@@ -213,7 +213,7 @@ class StepPlan(msgspec.Struct):
     """Maximum number of decode steps. More than 1 only if each row computes and samples one token;
     each sampled token is the row's next input, and `start` advances with each step.
     """
-    table_ends: list[TableEnd] = []
+    table_lengths: list[TableLength] = []
     """Tables that became shorter since the last plan."""
     compiles: list[GrammarSpec] = []
     """Grammars that the worker starts to compile in the background."""
@@ -223,7 +223,7 @@ class StepPlan(msgspec.Struct):
     """Images to encode before the step's rows are computed."""
     dropped_media: list[bytes] = []
     """Digests of the images whose rows are freed before images are encoded."""
-    joins: bool = False
+    is_dummy_step: bool = False
     """Whether a plan without rows computes a step anyway, in which its experts compute rows of
     other engines (a dummy step).
     """

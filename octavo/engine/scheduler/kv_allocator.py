@@ -15,7 +15,7 @@ from octavo.engine.kv.prefix_loader import Prefetch
 from octavo.engine.protocol.block_hashes import BlockHashing, get_block_media
 from octavo.engine.protocol.kv_cache_spec import UNBOUNDED
 from octavo.engine.protocol.kv_messages import BlockMove
-from octavo.engine.protocol.step import TableEnd
+from octavo.engine.protocol.step import TableLength
 from octavo.engine.requests.request import Request, RequestStatus
 from octavo.engine.requests.sequence_state import Branch, SequenceState
 from octavo.engine.scheduler.step_builder import StepBuilder
@@ -40,7 +40,7 @@ class KVAllocator:
         self.has_connector = blocks.connector is not None
         self.freed_rows: list[str] = []
         """Rows that the worker frees with the next plan."""
-        self.table_ends: list[TableEnd] = []
+        self.table_lengths: list[TableLength] = []
         """Tables that the worker shortens with the next plan."""
 
     # -- a request starts --------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class KVAllocator:
             return
         num_blocks = self._blocks.cut(row.request_id, len(row.token_ids))
         if num_blocks is not None:
-            self.table_ends.append(TableEnd(row.request_id, num_blocks))
+            self.table_lengths.append(TableLength(row.request_id, num_blocks))
 
     # -- finishing and swapping --------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ class Scheduler:
             plan.num_steps = self._multi_step_policy.num_steps(
                 step, num_running=len(queues.running)
             )
-        plan.table_ends, allocator.table_ends = allocator.table_ends, []
+        plan.table_lengths, allocator.table_lengths = allocator.table_lengths, []
         if self.resources.is_used:
             self.resources.add_to_plan(plan)
         self.in_flight.add(step)

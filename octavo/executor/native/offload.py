@@ -86,7 +86,7 @@ class OffloadedProgram:
 def offload(
     optimized: Program,
     sizes: Mapping[Weight, int],
-    place: WeightsOffDevice,
+    off_device: WeightsOffDevice,
     records: WeightRecords | None = None,
 ) -> OffloadedProgram:
     """Plans a Program's weights; raises ConfigError if the allowed memory is too small."""
@@ -110,12 +110,18 @@ def offload(
     own = in_records.union(*map(get_matrices, products))
     always = sum(size for weight, size in sizes.items() if weight not in own)
     if not units:
-        raise ConfigError("weights_memory_bytes: this model has no matmul weights to stream")
+        raise ConfigError(
+            "weights_memory_bytes: this model has no matmul weights to stream",
+            hint="omit weights_memory_bytes",
+        )
     if records is not None:
         always += records.memory_bytes
     in_file = records if records is not None and records.in_file else None
     plan = plan_offload(
-        units, allowed_bytes=place.memory_bytes, other_bytes=always, schedule=place.schedule
+        units,
+        allowed_bytes=off_device.memory_bytes,
+        other_bytes=always,
+        schedule=off_device.schedule,
     )
     return OffloadedProgram(tuple(products), tuple(units), plan, always, in_file)
 
@@ -124,14 +130,14 @@ class StreamedWeights:
     """Weights of an offloaded Program, read into memory while steps run."""
 
     def __init__(
-        self, device: Any, offloaded: OffloadedProgram, place: WeightsOffDevice, numerics: str
+        self, device: Any, offloaded: OffloadedProgram, off_device: WeightsOffDevice, numerics: str
     ) -> None:
         self._device = device
         self._offloaded = offloaded
         of_records = () if offloaded.records is None else offloaded.records.key
         shape = repr([(unit.name, unit.num_bytes) for unit in offloaded.units] + [*of_records])
-        self._key = hashlib.sha256(f"{place.fingerprint} {numerics} {shape}".encode()).digest()
-        self.path = place.directory / f"{self._key.hex()[:32]}.weights"
+        self._key = hashlib.sha256(f"{off_device.fingerprint} {numerics} {shape}".encode()).digest()
+        self.path = off_device.directory / f"{self._key.hex()[:32]}.weights"
         self._chunks = {
             id(offloaded.products[unit]): index
             for index, chunk in enumerate(offloaded.plan.streamed)
@@ -225,19 +231,19 @@ class StreamedWeights:
         weights.pack()
         gated = isinstance(op, Linear | GroupedLinear) and op.gate is not None
         pairs = len(handles) // 2 if gated else 0
-        data, places = bytearray(), dict[int, int]()
+        data, offsets = bytearray(), dict[int, int]()
         for index, handle in enumerate(handles):
-            if index in places:
+            if index in offsets:
                 continue
-            places[index] = len(data)
+            offsets[index] = len(data)
             size = _round_up(handle.num_bytes, LINE)
             if handle.is_interleaved:
                 *_, stride, _, _ = handle.layout  # code tables come last
-                places[index + pairs] = len(data) + stride // 2
+                offsets[index + pairs] = len(data) + stride // 2
                 data += _filled(handle.raw(2 * handle.num_bytes), 2 * size)
             else:
                 data += _filled(handle.raw(handle.num_bytes), size)
-        tiles = [PlacedTiles(places[i], handle.layout) for i, handle in enumerate(handles)]
+        tiles = [PlacedTiles(offsets[i], handle.layout) for i, handle in enumerate(handles)]
         return _filled(bytes(data), _round_up(len(data), ALIGN)), tiles
 
 

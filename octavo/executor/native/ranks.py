@@ -66,8 +66,8 @@ class SharedMemoryRanks:
         self, x: NDArray[np.float32], owners: NDArray[np.integer[Any]]
     ) -> NDArray[np.float32]:
         collected = np.empty(x.shape, np.float32)
-        places = np.ascontiguousarray(owners, np.int32)
-        self.shared.collect(np.ascontiguousarray(x, np.float32), places, collected)
+        owner_ranks = np.ascontiguousarray(owners, np.int32)
+        self.shared.collect(np.ascontiguousarray(x, np.float32), owner_ranks, collected)
         return collected
 
     def from_first(self, x: NDArray[Any]) -> NDArray[Any]:

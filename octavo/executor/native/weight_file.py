@@ -203,13 +203,13 @@ def get_file_system(directory: Path, mounts: Path = Path("/proc/self/mounts")) -
         lines = mounts.read_text().splitlines()
     except OSError:
         return ""
-    place = directory.resolve()
+    resolved = directory.resolve()
     best = -1
     kind = ""
     for line in lines:
         _, where, name, *_ = line.split(" ")
         root = Path(where.replace("\\040", " "))
-        if place.is_relative_to(root) and len(root.parts) >= best:
+        if resolved.is_relative_to(root) and len(root.parts) >= best:
             best, kind = len(root.parts), name
     return kind
 

@@ -31,7 +31,7 @@ from octavo.program.program import Op
 from octavo.program.t5_buckets import t5_buckets
 
 Adjust = Callable[[Floats, NDArray[np.int64]], Floats]
-"""Applies softcap and bias to scores `[H, n]` of keys at places `[n]`."""
+"""Applies softcap and bias to scores `[H, n]` of keys at the indices `[n]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Query:
     """One row of the step: index, place, and visible keys `first` to `last - 1`."""
 
     row: int
-    place: int
+    key_index: int
     first: int
     last: int
 
@@ -189,7 +189,7 @@ def _adjustment(op: ops.Attention, query: Query, step: ReferenceStep) -> Adjust 
     """Returns a function that applies softcap and bias to a query's scores."""
     if isinstance(op.bias, ops.PositionBuckets):
         return _make_position_adjust(op, op.bias, query, step)
-    softcap, add_bias = op.softcap, _bias(op.bias, query.place, step)
+    softcap, add_bias = op.softcap, _bias(op.bias, query.key_index, step)
     if softcap is None:
         return add_bias
 
@@ -201,18 +201,18 @@ def _adjustment(op: ops.Attention, query: Query, step: ReferenceStep) -> Adjust 
 
 
 def _bias(
-    bias: ops.T5Bias | ops.AlibiBias | ops.NearBias | None, place: int, step: ReferenceStep
+    bias: ops.T5Bias | ops.AlibiBias | ops.NearBias | None, key_index: int, step: ReferenceStep
 ) -> Adjust | None:
-    """Returns a function that adds the bias for a query at `place`, or None."""
+    """Returns a function that adds the bias for a query at `key_index`, or None."""
     if isinstance(bias, ops.T5Bias):
         table = step.weights[bias.table]
-        return lambda scores, keys: scores + table[t5_buckets(keys - place, bias)].T
+        return lambda scores, keys: scores + table[t5_buckets(keys - key_index, bias)].T
     if isinstance(bias, ops.AlibiBias):
         slopes = np.array(bias.slopes)
-        return lambda scores, keys: scores + slopes[:, None] * (keys - place)
+        return lambda scores, keys: scores + slopes[:, None] * (keys - key_index)
     if isinstance(bias, ops.NearBias):
         reach = bias.reach
-        return lambda scores, keys: scores + np.where(abs(keys - place) > reach, ops.FAR, 0.0)
+        return lambda scores, keys: scores + np.where(abs(keys - key_index) > reach, ops.FAR, 0.0)
     return None
 
 
@@ -227,10 +227,10 @@ def _make_position_adjust(
         step.get(value).reshape(-1, op.num_heads, bias.num_buckets)
         for value in (op.of_queries, op.of_keys)
     )
-    own, first = of_queries[query.row], query.row - query.place
+    own, first = of_queries[query.row], query.row - query.key_index
 
     def adjust(scores: Floats, keys: NDArray[np.int64]) -> Floats:
-        buckets = position_buckets(query.place - keys, bias)
+        buckets = position_buckets(query.key_index - keys, bias)
         its = of_keys[first + keys, :, buckets].T
         added: Floats = scores + op.scale * (own[:, buckets] + its)
         return added
@@ -265,14 +265,16 @@ def _requests(
 def _query(
     batch: StepBatch, row: int, context: int, mask: ops.MaskKind, window: int | None
 ) -> Query:
-    place = int(batch.places[row])
+    key_index = int(batch.places[row])
     if mask == "full":
-        return Query(row, place, 0, context)
+        return Query(row, key_index, 0, context)
     first = 0
     if window is not None:
-        first = place - place % window if mask == "chunk" else max(0, place + 1 - window)
-    limit = place + 1 if batch.limits is None else int(batch.limits[row])
-    return Query(row, place, first, min(limit, context))
+        first = (
+            key_index - key_index % window if mask == "chunk" else max(0, key_index + 1 - window)
+        )
+    limit = key_index + 1 if batch.limits is None else int(batch.limits[row])
+    return Query(row, key_index, first, min(limit, context))
 
 
 def _read(

@@ -35,9 +35,9 @@ def short_conv(op: ShortConv, step: ReferenceStep) -> Made:
     for request, a, b in _live_requests(step):
         table = step.batch.block_tables[group, request]
         for t in range(a, b):
-            place, own = int(step.batch.places[t]), weight.shape[1] - 1
-            for tap in range(max(0, own - place), own):
-                block, offset = divmod(place - own + tap, BLOCK_SIZE)
+            key_index, own = int(step.batch.places[t]), weight.shape[1] - 1
+            for tap in range(max(0, own - key_index), own):
+                block, offset = divmod(key_index - own + tap, BLOCK_SIZE)
                 out[t] += weight[:, tap] * rows[table[block], offset].astype(np.float64)
             out[t] += weight[:, own] * x[t]
     if op.bias is not None:
@@ -60,9 +60,12 @@ def selective_scan(op: SelectiveScan, step: ReferenceStep) -> Made:
         return np.repeat(runs.reshape(op.num_runs, 1, op.state_size), heads, axis=0)
 
     for request, first, end in _live_requests(step):
-        place, block = int(step.batch.places[first]), step.batch.block_tables[group, request, 0]
+        key_index, block = (
+            int(step.batch.places[first]),
+            step.batch.block_tables[group, request, 0],
+        )
         block_states = StateBlock(step.kv[group], op.layer, int(block))
-        state = block_states.read(place)
+        state = block_states.read(key_index)
         for t in range(first, end):
             rows = x[t].reshape(op.num_heads, -1)
             rate = rates[t][:, None]
@@ -74,7 +77,7 @@ def selective_scan(op: SelectiveScan, step: ReferenceStep) -> Made:
             state = block_states.rounded(state + entering[:, :, None] * place_of)
             mixed = (state * by_head(step.get(op.c)[t])).sum(axis=-1)
             out[t] = (mixed + skip[:, None] * rows).reshape(-1)
-        block_states.write(place, place + end - first, state)
+        block_states.write(key_index, key_index + end - first, state)
     return (out,)
 
 

@@ -78,15 +78,15 @@ class TorchAdapters:
     def __init__(self, program: Program, device: torch.device) -> None:
         self.by_slot: dict[int, OpUpdates] = {}
         self._device = device
-        self._places = {
+        self._sites_of_ops = {
             id(op): _get_column_ranges(op) for op in program.ops if _get_column_ranges(op)
         }
 
     def pack(self, updates: Updates) -> PackedAdapter:
         parts: dict[int, tuple[TorchUpdate, ...]] = {}
-        for op, places in self._places.items():
+        for op, sites in self._sites_of_ops.items():
             site_updates = tuple(
-                _packed(updates[site], start, end) for site, start, end in places if site in updates
+                _packed(updates[site], start, end) for site, start, end in sites if site in updates
             )
             if site_updates:
                 parts[op] = site_updates

@@ -91,8 +91,8 @@ def _without_top_choices(weights: Tensor, records: Tensor) -> Tensor:
     throws = (words + 0.5) * 2.0**-32 < _column(records, "xtc_probability")
     p = weights / weights.sum(dim=1, keepdim=True)
     num_viable = (p >= _column(records, "xtc_threshold")).logical_and(weights > 0).sum(1, True)
-    places = torch.arange(weights.shape[1], device=weights.device)
-    return torch.where(throws & (places < num_viable - 1), 0.0, weights)
+    ranks = torch.arange(weights.shape[1], device=weights.device)
+    return torch.where(throws & (ranks < num_viable - 1), 0.0, weights)
 
 
 def _unsurprising(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ def _unsurprising(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:
     p = weights / weights.sum(dim=1, keepdim=True)
     bounded = (-p.log2() <= mu).logical_and(weights > 0).sum(dim=1, keepdim=True)
     num_tokens = torch.where(modes == 2, bounded, _zipf_counts(d, weights, first, mu)).clamp(min=1)
-    places = torch.arange(weights.shape[1], device=weights.device)
-    return torch.where((modes > 0) & (places >= first + num_tokens), 0.0, weights)
+    ranks = torch.arange(weights.shape[1], device=weights.device)
+    return torch.where((modes > 0) & (ranks >= first + num_tokens), 0.0, weights)
 
 
 def _zipf_counts(d: Tensor, weights: Tensor, first: Tensor, mu: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ def selective_scan(op: SelectiveScan, step: Step) -> Made:
     spans = step.once("spans", lambda: RequestSpans.of(step))
     rows = _ScanRows.of(op, step)
     group = step.program.group_index(op.group)
-    places = StatePlaces.of(step.kv[group], op.layer, step.inputs["slots"][group], spans)
-    state = places.read()
+    states = StateSlots.of(step.kv[group], op.layer, step.inputs["slots"][group], spans)
+    state = states.read()
     # Requests with fewer rows write to an additional last row, which is never read.
     out = torch.empty(len(x) + 1, *rows.x.shape[1:], device=x.device)
     for index in range(spans.longest):
@@ -82,7 +82,7 @@ def selective_scan(op: SelectiveScan, step: Step) -> Made:
             state = torch.where(active[:, None, None, None], state_after, state)
             target = torch.where(active, rows_of_requests, len(x))
         out[target] = mixed
-    places.write(state)
+    states.write(state)
     read = out[:-1]
     if op.skip is not None:
         read = read + step.weights.vector(op.skip)[:, None] * rows.x
@@ -98,7 +98,7 @@ class RequestSpans:
     counts: Tensor
     """`[R]`"""
     places: Tensor
-    """Place of each request's first row, `[R]`."""
+    """Key index of each request's first row, `[R]`."""
     shortest: int
     longest: int
     """Smallest and largest number of rows of a request."""
@@ -171,7 +171,7 @@ class _ScanRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StatePlaces:
+class StateSlots:
     """The two states of each request in one layer."""
 
     states: Tensor
@@ -186,9 +186,9 @@ class StatePlaces:
     """Tokens of each request after the step, `[R]`."""
 
     @staticmethod
-    def of(group: GroupTensors, layer: int, slots: Tensor, spans: RequestSpans) -> StatePlaces:
+    def of(group: GroupTensors, layer: int, slots: Tensor, spans: RequestSpans) -> StateSlots:
         blocks = torch.where(spans.counts > 0, slots[spans.firsts] // BLOCK_SIZE, group.num_blocks)
-        return StatePlaces(
+        return StateSlots(
             group.k.layer(layer).numbers,
             group.v.layer(layer).numbers,
             blocks,

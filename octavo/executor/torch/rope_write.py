@@ -86,7 +86,7 @@ def with_rope_writes(body: Sequence[Op], kept_names: Collection[str]) -> list[Op
             (
                 q
                 for q in range(index - 1, -1, -1)
-                if q != k_at and q not in replaced and _alike(body[q], k)
+                if q != k_at and q not in replaced and _is_same_rotation(body[q], k)
             ),
             None,
         )
@@ -115,7 +115,7 @@ def with_rope_writes(body: Sequence[Op], kept_names: Collection[str]) -> list[Op
     return [op for op in ordered if op is not None]
 
 
-def _alike(op: Op, k: ops.Rope) -> bool:
+def _is_same_rotation(op: Op, k: ops.Rope) -> bool:
     """Returns whether an op is a Rope with the same head size and rotation as k's."""
     if not isinstance(op, ops.Rope):
         return False

@@ -218,8 +218,8 @@ def _penalised(seen: Tensor, rows: Tensor, counts: Tensor, records: Tensor) -> T
 
 def _bits(words: Tensor, vocab_size: int) -> Tensor:
     """Unpacks `words [S, ceil(V / 32)] int32` to booleans `[S, V]`."""
-    places = torch.arange(32, device=words.device, dtype=torch.int32)
-    bits = (words[:, :, None] >> places) & 1
+    shifts = torch.arange(32, device=words.device, dtype=torch.int32)
+    bits = (words[:, :, None] >> shifts) & 1
     return bits.view(len(words), -1)[:, :vocab_size].bool()
 
 

@@ -63,7 +63,7 @@ class Staging:
 
         Arrays of equal shapes always get equal addresses.
         """
-        places, end = _get_offsets(arrays)
+        offsets, end = _get_offsets(arrays)
         if end > len(self._host):
             self._make(max(end, 2 * len(self._host)))
         if self._copied is not None:
@@ -71,14 +71,14 @@ class Staging:
         host = self._host.numpy()
         for name, array in arrays.items():
             parts, num_bytes = _get_parts(name, array)
-            pitch, start = _aligned(num_bytes), places[name]
+            pitch, start = _aligned(num_bytes), offsets[name]
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(parts, num_bytes)
             host[start : start + parts * pitch].reshape(parts, pitch)[:, :num_bytes] = data
         if self._on_device is not self._host:
             self._on_device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        return {name: self._view(name, places[name], array) for name, array in arrays.items()}
+        return {name: self._view(name, offsets[name], array) for name, array in arrays.items()}
 
     def fits(self, arrays: Mapping[str, NDArray]) -> bool:
         """Returns whether `put` can keep its buffer, whose addresses captured graphs contain."""
@@ -115,12 +115,12 @@ def staging_bytes(options: BackendOptions, num_groups: int) -> int:
 
 def _get_offsets(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
     """Returns the offset of each array in the buffer, and the end."""
-    places, end = {}, 0
+    offsets, end = {}, 0
     for name, array in arrays.items():
-        places[name] = end
+        offsets[name] = end
         parts, num_bytes = _get_parts(name, array)
         end += parts * _aligned(num_bytes)
-    return places, end
+    return offsets, end
 
 
 def _get_parts(name: str, array: NDArray) -> tuple[int, int]:
@@ -136,7 +136,8 @@ def _aligned(num_bytes: int) -> int:
 def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
     """Returns the arrays of a batch that ops read.
 
-    A padded row gets token id, place and positions 0, and a slot in the spare block of each group.
+    A padded row gets token id, key index and positions 0, and a slot in the spare block of each
+    group.
     """
     live = live_rows(batch)
     spare = np.array(num_blocks, np.int32)[:, None] * BLOCK_SIZE

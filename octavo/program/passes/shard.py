@@ -61,7 +61,7 @@ class _Sharder:
         self._rank = rank
         self._num_ranks = num_ranks
         self._unit_of = unit_of
-        self._wishes = find_required_splits(program, num_ranks, unit_of)
+        self._splits = find_required_splits(program, num_ranks, unit_of)
         self._held = {value: _Held(value) for value in program.inputs.values()}
         self._ops: list[Op] = []
 
@@ -126,32 +126,32 @@ class _Sharder:
 
     def _spans(self, out: Value) -> Spans | None:
         """Returns how a matmul's output is split; None: not split."""
-        wish = self._wishes.get(out)
-        if wish is None or not is_split(wish):
+        split = self._splits.get(out)
+        if split is None or not is_split(split):
             return None
-        if not isinstance(wish, Even):
-            return wish if isinstance(wish, tuple) else None
-        if out.width < self._num_ranks * wish.unit:
+        if not isinstance(split, Even):
+            return split if isinstance(split, tuple) else None
+        if out.width < self._num_ranks * split.unit:
             what = (
                 f"got {self._num_ranks}, but {out.name} has {out.width} columns, which can only be"
-                f" split at multiples of {wish.unit}"
+                f" split at multiples of {split.unit}"
             )
-            raise split_error(what, hint=UNPACK if wish.unit > 1 else f"use at most {out.width}")
-        return shares(out.width, self._num_ranks, wish.unit)
+            raise split_error(what, hint=UNPACK if split.unit > 1 else f"use at most {out.width}")
+        return shares(out.width, self._num_ranks, split.unit)
 
     # -- matmuls ----------------------------------------------------------------------------------
 
     def _shard_Linear(self, op: ops.Linear) -> None:
         assert op.norm is None and op.gate is None and op.residual is None, "shard runs before fuse"
         spans = self._held[op.x].spans
-        if spans is not None and not any(is_split(self._wishes.get(out)) for out in op.outs):
+        if spans is not None and not any(is_split(self._splits.get(out)) for out in op.outs):
             self._along_inputs(op, spans)
         else:
             self._along_outputs(op)
 
     def _along_outputs(self, op: ops.Linear) -> None:
         x = self._whole(op.x)
-        if not any(is_split(self._wishes.get(out)) for out in op.outs):
+        if not any(is_split(self._splits.get(out)) for out in op.outs):
             self._ops.append(replace(op, x=x, outs=tuple(map(self._make, op.outs))))
             return
         if [out.width for out in op.outs] != [weight.shape[0] for weight in op.weights_]:
@@ -194,7 +194,7 @@ class _Sharder:
 
     def _shard_GroupedLinear(self, op: expert_ops.GroupedLinear) -> None:
         partition, ids = self._held[op.x], self._whole(op.ids)
-        if partition.spans is not None and not is_split(self._wishes.get(op.out)):
+        if partition.spans is not None and not is_split(self._splits.get(op.out)):
             weight, bias = (
                 self._inputs(op.weight, partition.spans),
                 op.bias if self._rank == 0 else None,

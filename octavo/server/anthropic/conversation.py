@@ -47,14 +47,14 @@ def parse_conversation(body: CountTokensBody, model: ServedModel) -> Conversatio
             "messages: got an empty list, expected at least one message", param="messages"
         )
     messages = _messages(body)
-    thinks = _get_thinking(body, model)
-    rendering = make_rendering(messages, model, continues=True, thinks=thinks)
+    enable_thinking = _get_thinking(body, model)
+    rendering = make_rendering(messages, model, continues=True, enable_thinking=enable_thinking)
     variables = {**rendering.variables, **_effort(body, model)}
     return Conversation(
         messages,
         rendering=replace(rendering, variables=variables),
         tools=_tools(body, model),
-        thinking_budget=body.thinking.budget_tokens if body.thinking and thinks else None,
+        thinking_budget=body.thinking.budget_tokens if body.thinking and enable_thinking else None,
     )
 
 

@@ -69,16 +69,16 @@ def _conversation(body: CohereChatBody, model: ServedModel) -> Conversation:
     messages = [
         _plain(message, f"messages[{index}]") for index, message in enumerate(body.messages)
     ]
-    thinks = None if body.thinking is None else body.thinking.type == "enabled"
-    if thinks and model.formats.reasoning is None:
+    enable_thinking = None if body.thinking is None else body.thinking.type == "enabled"
+    if enable_thinking and model.formats.reasoning is None:
         body.ignored.add(
             "thinking", f"got the type 'enabled', but `{model.name}` does not support thinking"
         )
-        thinks = None
+        enable_thinking = None
     functions = [convert_function(tool.function) for tool in body.tools or ()]
     return Conversation(
         messages,
-        rendering=make_rendering(messages, model, continues=False, thinks=thinks),
+        rendering=make_rendering(messages, model, continues=False, enable_thinking=enable_thinking),
         tools=make_tool_use(
             functions, CHOICES[body.tool_choice], model.limits, ignored=body.ignored
         ),

@@ -95,8 +95,8 @@ def responses_overflow(message: str, overflow: Overflow) -> str:
 
 
 def format_anthropic_error(fault: Fault) -> dict[str, Any]:
-    usual = "invalid_request_error" if fault.status < 500 else "api_error"
-    kind = ANTHROPIC_TYPES.get(fault.status, usual)
+    default_kind = "invalid_request_error" if fault.status < 500 else "api_error"
+    kind = ANTHROPIC_TYPES.get(fault.status, default_kind)
     message = fault.message
     if fault.overflow is not None:
         num, limit = fault.overflow.num_tokens, fault.overflow.max_tokens

@@ -133,11 +133,12 @@ def use_api_names(names: Mapping[str, str]) -> Iterator[None]:
 def _convert_validation_error(error: RequestValidationError) -> errors.InvalidRequest:
     """Converts FastAPI's first validation error of path or query parameters."""
     first = error.errors()[0]
-    name, said = str(first["loc"][-1]), first["msg"]
+    name, message = str(first["loc"][-1]), first["msg"]
     if first["type"] == "missing":
         return errors.InvalidRequest(f"{name}: field required", param=name)
     return errors.InvalidRequest(
-        f"{name}: got {errors.shown(first['input'])}, {said[:1].lower()}{said[1:]}", param=name
+        f"{name}: got {errors.shown(first['input'])}, {message[:1].lower()}{message[1:]}",
+        param=name,
     )
 
 
@@ -164,22 +165,24 @@ def add_suggestions(
         return HTTPException(error.status_code, _no_route(request, known))
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = ", ".join(_methods(request.scope, known))
-        said = f"{request.method} {shown(request.url.path)}: method not allowed, expected {allowed}"
-        return HTTPException(error.status_code, said, {"Allow": allowed})
+        message = (
+            f"{request.method} {shown(request.url.path)}: method not allowed, expected {allowed}"
+        )
+        return HTTPException(error.status_code, message, {"Allow": allowed})
     return error
 
 
 def _no_route(request: Request, routes: list[Route]) -> str:
     """Suggests routes with the same path, with or without its version."""
     path = request.scope["path"]
-    meant = [
+    similar = [
         f"{method} {route.path}"
         for route in routes
         if _without_version(route.path) == _without_version(path)
         for method in sorted(route.methods or ())
         if method == request.method
     ]
-    hint = f"did you mean {meant[0]}?" if meant else LIST
+    hint = f"did you mean {similar[0]}?" if similar else LIST
     return f"{request.method} {shown(path)}: route not found (hint: {hint})"
 
 

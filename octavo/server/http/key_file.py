@@ -81,5 +81,7 @@ def read_key_file(path: str) -> list[ApiKey]:
                 f"api_key_file: {file.where('keys', twice)}: another key has the same {part}"
             )
     if not keys:
-        raise ConfigError(f"api_key_file: {path} contains no key")
+        raise ConfigError(
+            f"api_key_file: {path} contains no key", hint="docs/guides/access.md shows a key file"
+        )
     return keys

@@ -165,8 +165,8 @@ async def _prompt(body: OllamaGenerateBody, model: ServedModel) -> Prompt:
 def _conversation(
     messages: list[dict[str, Any]], body: OllamaBody, model: ServedModel
 ) -> Conversation:
-    thinks = None if body.think is None else body.think is not False
-    rendering = make_rendering(messages, model, continues=True, thinks=thinks)
+    enable_thinking = None if body.think is None else body.think is not False
+    rendering = make_rendering(messages, model, continues=True, enable_thinking=enable_thinking)
     if isinstance(body.think, str):
         rendering = replace(
             rendering, variables={**rendering.variables, "reasoning_effort": body.think}

@@ -163,12 +163,12 @@ def _parameters(slot: EngineSlot) -> str:
     params = None if slot.outline is None else slot.outline.sampling
     if params is None:
         return ""
-    usual = SamplingParams()
+    defaults = SamplingParams()
     values = {theirs: getattr(params, ours) for theirs, ours in NAMES.items()}
     return "\n".join(
         f"{name} {value}"
         for name, value in values.items()
-        if value not in (None, getattr(usual, NAMES[name])) and not isinstance(value, list)
+        if value not in (None, getattr(defaults, NAMES[name])) and not isinstance(value, list)
     )
 
 

@@ -145,6 +145,7 @@ def _parse_format(fields: dict[str, str], ignored: IgnoredFields) -> str:
         raise InvalidRequest(
             "stream: got true, streaming is not supported for transcriptions",
             param="stream",
+            hint="omit stream",
         )
     response_format = fields.get("response_format", "json")
     if response_format not in FORMATS:

@@ -173,7 +173,11 @@ def _check(body: CompletionBody) -> None:
         )
         raise InvalidRequest(message, param="best_of")
     if body.max_tokens == 0 and (not body.echo or body.stream):
-        raise InvalidRequest("max_tokens: got 0, requires echo and no stream", param="max_tokens")
+        raise InvalidRequest(
+            "max_tokens: got 0, requires echo and no stream",
+            param="max_tokens",
+            hint="set echo to true and omit stream",
+        )
 
 
 async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> EnginePrompt:

@@ -53,7 +53,9 @@ def _variables(body: ConversationBody, model: ServedModel) -> dict[str, Any]:
     if body.documents:
         if "documents" not in known:
             raise InvalidRequest(
-                "documents: the model's chat template does not support documents", param="documents"
+                "documents: the model's chat template does not support documents",
+                param="documents",
+                hint="put the documents into a message",
             )
         variables["documents"] = body.documents
     return variables | (body.chat_template_kwargs or {})

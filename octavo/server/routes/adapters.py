@@ -75,7 +75,9 @@ async def unload_adapter(
     slot = service.models.with_adapter(body.lora_name)
     if slot is None:
         raise ModelNotFound(
-            f"The lora adapter `{body.lora_name[:200]}` does not exist.", param="lora_name"
+            f"The lora adapter `{body.lora_name[:200]}` does not exist.",
+            param="lora_name",
+            hint="GET /v1/models lists the adapters",
         )
     del slot.adapters[body.lora_name]
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
@@ -100,7 +102,9 @@ def _check_name(service: Service, slot: EngineSlot, body: LoadAdapterBody) -> No
         )
     if known is None and service.models.answers_to(body.lora_name):
         raise InvalidRequest(
-            f"lora_name: a model is already named `{body.lora_name}`", param="lora_name"
+            f"lora_name: a model is already named `{body.lora_name}`",
+            param="lora_name",
+            hint="choose another lora_name",
         )
     max_adapters = service.settings.max_lora_adapters
     if (

@@ -139,7 +139,9 @@ def _check_options(options: dict[str, Any]) -> dict[str, Any]:
     for name in options:
         if name in OF_THE_MACHINE:
             raise InvalidRequest(
-                f"options.{name}: can only be set on the server's command line", param="options"
+                f"options.{name}: can only be set on the server's command line",
+                param="options",
+                hint="restart the server with this option",
             )
         if name not in OPTIONS:
             raise InvalidRequest(

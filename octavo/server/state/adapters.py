@@ -73,7 +73,9 @@ class LoraModule:
         names = [module.name for module in modules]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ConfigError(f"lora_modules: two adapters are named {twice}")
+            raise ConfigError(
+                f"lora_modules: two adapters are named {twice}", hint="choose different names"
+            )
         return modules
 
 

@@ -113,7 +113,10 @@ class ModelDirectory:
                     hint=f"this server has {', '.join([*self.names, *adapters])}",
                 )
             if self._is_known(alias) or alias in adapters:
-                raise ConfigError(f"model_alias: a model or adapter is also named {alias}")
+                raise ConfigError(
+                    f"model_alias: a model or adapter is also named {alias}",
+                    hint="choose another alias",
+                )
 
     def get_aliases(self, slot: EngineSlot) -> list[str]:
         """Returns the aliases of a model and its adapters, except patterns."""

@@ -219,7 +219,7 @@ def _is_in(value: Any, values: Iterable[Any]) -> bool:
 
 def leaves(root: Schema, schema: Schema) -> list[Leaf]:
     """Returns the alternatives of a scalar: its types and limits."""
-    return _alternatives(root, schema, _own_leaves, _meet_leaves)
+    return _alternatives(root, schema, _own_leaves, _intersect_leaves)
 
 
 def get_types(root: Schema, schema: Schema) -> frozenset[str]:
@@ -242,7 +242,7 @@ def _own_leaves(schema: Mapping[str, Any]) -> list[Leaf]:
     return [] if leaf is None else [leaf]
 
 
-def _meet_leaves(one: Leaf, other: Leaf) -> Leaf | None:
+def _intersect_leaves(one: Leaf, other: Leaf) -> Leaf | None:
     values = one.values
     if one.values is None:
         values = other.values
@@ -261,7 +261,7 @@ def object_shapes(root: Schema) -> list[ObjectShape]:
 
     Raises SchemaError if no object is allowed.
     """
-    shapes = _alternatives(root, root, _own_shapes, _meet_shapes)
+    shapes = _alternatives(root, root, _own_shapes, _intersect_shapes)
     found = [counted for shape in shapes for counted in _counted(_satisfiable(root, shape))]
     if not found:
         raise SchemaError("#", "allows no object")
@@ -288,7 +288,9 @@ def _own_shapes(schema: Mapping[str, Any]) -> list[ObjectShape]:
     if "const" not in schema and "enum" not in schema:
         return [shape]
     listed = [schema["const"]] if "const" in schema else schema["enum"]
-    met = (_meet_shapes(_make_shape(value), shape) for value in listed if isinstance(value, dict))
+    met = (
+        _intersect_shapes(_make_shape(value), shape) for value in listed if isinstance(value, dict)
+    )
     return [one for one in met if one is not None]
 
 
@@ -297,7 +299,7 @@ def _make_shape(value: Mapping[str, Any]) -> ObjectShape:
     return ObjectShape(properties, frozenset(properties), additional=False)
 
 
-def _meet_shapes(one: ObjectShape, other: ObjectShape) -> ObjectShape | None:
+def _intersect_shapes(one: ObjectShape, other: ObjectShape) -> ObjectShape | None:
     names = dict.fromkeys((*one.properties, *other.properties))
     mine, theirs = dict(one.patterns), dict(other.patterns)
     patterns = tuple(

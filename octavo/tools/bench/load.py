@@ -109,7 +109,8 @@ def _card(cards: Sequence[dict[str, Any]], test: LoadTest) -> dict[str, Any]:
     names = [str(card["id"]) for card in cards]
     if not names or (test.model is not None and test.model not in names):
         raise ConfigError(
-            f"model: got {test.model!r}, {test.url} serves {', '.join(names) or 'none'}"
+            f"model: got {test.model!r}, {test.url} serves {', '.join(names) or 'none'}",
+            hint="pass one of these names as --model",
         )
     return cards[0 if test.model is None else names.index(test.model)]
 

@@ -26,7 +26,8 @@ def perplexity(llm: LLM, text: str, window: int, num_windows: int | None = None)
     ][:num_windows]
     if not windows:
         raise ConfigError(
-            f"text: got {len(token_ids)} tokens, expected at least one window of {window}"
+            f"text: got {len(token_ids)} tokens, expected at least one window of {window}",
+            hint="use a longer text, or a smaller window",
         )
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     total, count = 0.0, 0

@@ -140,10 +140,14 @@ class StreamClient:
             ) from error
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"url: {self.url}/v1/models did not return a list of models"
+                f"url: {self.url}/v1/models did not return a list of models",
+                hint="check that --url is an OpenAI-compatible server",
             ) from error
         except WorkerFailed as error:
-            raise ConfigError(f"url: {self.url}/v1/models returned {error.message}") from error
+            raise ConfigError(
+                f"url: {self.url}/v1/models returned {error.message}",
+                hint="check --url, and --api-key if the server has keys",
+            ) from error
         return cards
 
     async def complete(self, body: bytes) -> StreamedAnswer:

@@ -308,7 +308,10 @@ def open_root(text: str) -> Path:
         with tempfile.NamedTemporaryFile(prefix="probe-", dir=root):
             pass
     except OSError as error:
-        raise ConfigError(f"prefix_cache_dir: cannot write to {root}: {error.strerror}") from error
+        raise ConfigError(
+            f"prefix_cache_dir: cannot write to {root}: {error.strerror}",
+            hint="choose a directory that this user can write to",
+        ) from error
     return root
 
 
@@ -317,7 +320,8 @@ def check_size(max_bytes: int, block_bytes: Sequence[int]) -> None:
     if max_bytes < sum(block_bytes):
         raise ConfigError(
             f"prefix_cache_size: got {max_bytes}, expected at least one block of each cache"
-            f" group, {sum(block_bytes)} bytes"
+            f" group, {sum(block_bytes)} bytes",
+            hint="raise prefix_cache_size",
         )
 
 

@@ -87,7 +87,10 @@ class StepMedia:
                 if item.is_whole:
                     limits[token_indices] = item.end
         if image_rows:
-            model_input.given, model_input.given_rows = np.concatenate(image_rows), row_indices
+            model_input.given, model_input.given_rows = (
+                np.concatenate(image_rows),
+                row_indices,
+            )
         if (limits > model_input.places + 1).any():
             model_input.limits = limits
 
@@ -108,7 +111,7 @@ class StepMedia:
 def find_rows(
     places: NDArray[np.int32], item: MediaItem
 ) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """Returns which of the tokens at `places` are rows of a medium, and which row each one is."""
+    """Returns which of the tokens at `places` are rows of a medium, and which row each is."""
     inside = np.flatnonzero((places >= item.start) & (places < item.end))
     index = places[inside] - item.start
     if not item.line_tokens:

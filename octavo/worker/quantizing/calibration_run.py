@@ -186,17 +186,17 @@ def _with_few_layers(program: Program) -> tuple[Program, _LayerLives]:
         key = _get_layer(op)
         if key is not None:
             spans[key] = (spans.get(key, (index, index))[0], index)
-    places: dict[tuple[str, int], int] = {}
+    layer_indices: dict[tuple[str, int], int] = {}
     free_from: dict[str, list[int]] = {group.name: [] for group in program.groups}
     for key, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
         ends = free_from[key[0]]
-        place = next((at for at, end in enumerate(ends) if end < first), len(ends))
-        ends[place : place + 1] = [last]
-        places[key] = place
+        index = next((at for at, end in enumerate(ends) if end < first), len(ends))
+        ends[index : index + 1] = [last]
+        layer_indices[key] = index
     groups = tuple(
         replace(group, num_layers=max(1, len(free_from[group.name]))) for group in program.groups
     )
-    ops = tuple(_in_place(op, places) for op in program.ops)
+    ops = tuple(_renumber_layer(op, layer_indices) for op in program.ops)
     return replace(program, ops=ops, groups=groups), _LayerLives(spans)
 
 
@@ -206,10 +206,10 @@ def _get_layer(op: Op) -> tuple[str, int] | None:
     return None if group is None or layer is None else (group, layer)
 
 
-def _in_place(op: Any, places: Mapping[tuple[str, int], int]) -> Op:
+def _renumber_layer(op: Any, layer_indices: Mapping[tuple[str, int], int]) -> Op:
     key = _get_layer(op)
-    placed: Op = op if key is None else replace(op, layer=places[key])
-    return placed
+    renumbered: Op = op if key is None else replace(op, layer=layer_indices[key])
+    return renumbered
 
 
 def _rows_in_order(op: Embedding, table: NDArray) -> Floats:

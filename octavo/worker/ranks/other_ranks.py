@@ -75,7 +75,7 @@ class RankLink:
         self.on_report: OnReport | None = None
         """Must be set before the rank sends reports."""
         self._decoder = msgspec.msgpack.Decoder(FromRank)
-        self._said: queue.SimpleQueue[FromRank | OctavoError] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[FromRank | OctavoError] = queue.SimpleQueue()
         self.is_closing = False
         """Whether the rank was asked to end, so that its end is not an error."""
         self._connection = started.connection
@@ -93,11 +93,11 @@ class RankLink:
 
     def expect(self, kind: type[Message]) -> Message:
         """Returns the rank's next message; raises the reason if it has ended."""
-        said = self._said.get()
-        if isinstance(said, OctavoError):
-            raise said
-        assert isinstance(said, kind)
-        return said
+        report = self._reports.get()
+        if isinstance(report, OctavoError):
+            raise report
+        assert isinstance(report, kind)
+        return report
 
     def kill(self) -> None:
         """Kills a local process."""
@@ -125,18 +125,18 @@ class RankLink:
         lost: OctavoError | None = None
         try:
             while lost is None:
-                said = self._decoder.decode(self._connection.recv_bytes())
-                if isinstance(said, ChildFailed):
-                    lost = said.error(self._name)
-                elif isinstance(said, RankReport):
+                report = self._decoder.decode(self._connection.recv_bytes())
+                if isinstance(report, ChildFailed):
+                    lost = report.error(self._name)
+                elif isinstance(report, RankReport):
                     assert self.on_report is not None, "it is told of no slots before"
-                    self.on_report(self._rank, said.report)
+                    self.on_report(self._rank, report.report)
                 else:
-                    self._said.put(said)
+                    self._reports.put(report)
         except (EOFError, OSError):
             lost = EngineDead(f"{self._name} has ended ({self._describe_end()})")
         if not self.is_closing:
-            self._said.put(lost)
+            self._reports.put(lost)
             self._on_loss(lost)
 
     def _describe_end(self) -> str:

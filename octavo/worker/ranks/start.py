@@ -86,7 +86,7 @@ def common_budget(loaded: LoadedModel, others: OtherRanks | None) -> KvBudget:
     others.expect(RankLoaded)
     others.send(Measure())
     budget = loaded.kv_budget()
-    fits = [budget.num_blocks, *(said.num_blocks for said in others.expect(FittingBlocks))]
+    fits = [budget.num_blocks, *(report.num_blocks for report in others.expect(FittingBlocks))]
     return replace(budget, num_blocks=tuple(map(min, zip(*fits, strict=True))))
 
 

@@ -60,8 +60,8 @@ class DryMatches:
         if len(token_ids) < 2:
             return {}
         self._follow(token_ids)
-        places = np.arange(1, len(self._lengths) + 1)
-        lengths = np.minimum(np.minimum(self._lengths, places), self._num_unbroken)
+        counts = np.arange(1, len(self._lengths) + 1)
+        lengths = np.minimum(np.minimum(self._lengths, counts), self._num_unbroken)
         penalties = np.flatnonzero(lengths >= rule.allowed_length)
         longest: dict[int, int] = {}
         followers = token_ids[self._first + 1 :][penalties].tolist()
@@ -81,8 +81,8 @@ class DryMatches:
             return {}
         self._follow(token_ids)
         before = np.concatenate([[0], self._lengths])[first - self._first :]
-        places = np.arange(1, len(before) + 1)
-        lengths = np.minimum(np.minimum(before + 1, places), self._num_unbroken + 1)
+        counts = np.arange(1, len(before) + 1)
+        lengths = np.minimum(np.minimum(before + 1, counts), self._num_unbroken + 1)
         penalties = np.flatnonzero(lengths >= rule.allowed_length)
         lasts = window[penalties].tolist()
         # The last index is followed by the unknown token itself.

@@ -109,7 +109,7 @@ def test_an_image_whose_tokens_see_one_another_is_computed_in_one_step():
 
 
 def test_an_image_is_encoded_again_where_its_rows_were_dropped():
-    places = EncoderCacheManager(capacity_tokens=10)
+    cache = EncoderCacheManager(capacity_tokens=10)
     requests = {name: request_with(name, [0] * 20, item(name, 2, 8)) for name in ("a", "b")}
     for name, encodes, dropped in (
         ("a", [b"a"], []),
@@ -117,26 +117,26 @@ def test_an_image_is_encoded_again_where_its_rows_were_dropped():
         ("b", [], []),
         ("a", [b"a"], [b"b"]),
     ):
-        places.use(requests[name], 0, 5)
-        assert [pixels.digest for pixels in places.pop_encodes()] == encodes
-        assert places.pop_dropped() == dropped
-    places.use(requests["b"], 10, 20)  # behind the image
-    assert places.pop_encodes() == []
+        cache.use(requests[name], 0, 5)
+        assert [pixels.digest for pixels in cache.pop_encodes()] == encodes
+        assert cache.pop_dropped() == dropped
+    cache.use(requests["b"], 10, 20)  # behind the image
+    assert cache.pop_encodes() == []
 
 
 def test_what_a_step_reads_is_kept_whatever_room_there_is():
-    places = EncoderCacheManager(capacity_tokens=1)
+    cache = EncoderCacheManager(capacity_tokens=1)
     for name in ("a", "b"):
-        places.use(request_with(name, [0] * 20, item(name, 2, 8)), 0, 20)
-    assert places.pop_dropped() == []
-    assert places.digests == [b"a", b"b"]
+        cache.use(request_with(name, [0] * 20, item(name, 2, 8)), 0, 20)
+    assert cache.pop_dropped() == []
+    assert cache.digests == [b"a", b"b"]
 
 
 def test_an_image_that_could_not_be_encoded_is_tried_again():
-    places = EncoderCacheManager(capacity_tokens=100)
+    cache = EncoderCacheManager(capacity_tokens=100)
     request = request_with("a", [0] * 20, item("a", 2, 8))
-    places.use(request, 0, 20)
-    assert len(places.pop_encodes()) == 1
-    places.discard([b"a"])
-    places.use(request, 0, 20)
-    assert len(places.pop_encodes()) == 1
+    cache.use(request, 0, 20)
+    assert len(cache.pop_encodes()) == 1
+    cache.discard([b"a"])
+    cache.use(request, 0, 20)
+    assert len(cache.pop_encodes()) == 1

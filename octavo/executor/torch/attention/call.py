@@ -33,8 +33,8 @@ class Bias:
     """A bias added to scores, as a function and in forms that kernels can read."""
 
     make: Callable[[Tensor, Tensor], Tensor]
-    """Computes the bias `[..., H, M, n] fp32` from key places `[..., n]` and query places `[...,
-    M]`.
+    """Computes the bias `[..., H, M, n] fp32` from key indices `[..., n]` and query indices
+    `[..., M]`.
     """
     slopes: Tensor | None = None
     """ALiBi slopes `[H] fp32`; None for other biases."""

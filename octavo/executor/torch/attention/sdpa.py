@@ -87,13 +87,13 @@ def _decode(call: AttentionCall, q: Tensor, rows: _Keys) -> Tensor:
     for start in range(0, len(q), at_once):
         part = slice(start, start + at_once)
         keys = torch.arange(first * BLOCK_SIZE, last * BLOCK_SIZE, device=q.device)
-        query_places, limit = places[part, None], context_lens[part, None]
-        own = query_places + 1 if limits is None else limits[part, None]
+        query_indices, limit = places[part, None], context_lens[part, None]
+        own = query_indices + 1 if limits is None else limits[part, None]
         seen = (keys < limit) if call.full else (keys < limit) & (keys < own)
         if call.window is not None:
-            seen = seen & (keys >= _first_keys(query_places, call.window, chunks=call.chunks))
+            seen = seen & (keys >= _first_keys(query_indices, call.window, chunks=call.chunks))
         k, v = _gather(call, tables[part, first:last], seen)
-        bias = None if call.bias is None else call.bias.make(keys[None], query_places)
+        bias = None if call.bias is None else call.bias.make(keys[None], query_indices)
         outputs.append(_product(call, q[part, None], (k, v), seen[:, None], bias)[:, 0])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -108,15 +108,15 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
     outputs = []
     for start in range(span.start, span.stop, at_once):
         part = slice(start, min(start + at_once, span.stop))
-        query_places = call.places[part]
-        own = query_places + 1 if call.limits is None else call.limits[part]
+        query_indices = call.places[part]
+        own = query_indices + 1 if call.limits is None else call.limits[part]
         seen = within if call.full else within & (keys < own[:, None])
         if call.window is not None:
             seen = seen & (
-                keys >= _first_keys(query_places, call.window, chunks=call.chunks)[:, None]
+                keys >= _first_keys(query_indices, call.window, chunks=call.chunks)[:, None]
             )
-        bias = None if call.bias is None else call.bias.make(keys[None], query_places[None])
-        seen = seen.expand(len(query_places), len(keys))
+        bias = None if call.bias is None else call.bias.make(keys[None], query_indices[None])
+        seen = seen.expand(len(query_indices), len(keys))
         outputs.append(_product(call, call.q[None, part], (k, v), seen[None], bias)[0])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -126,7 +126,7 @@ def bytes_in(codes, dtype: tl.constexpr):
 
 
 @triton.jit
-def pairs_in(words, dtype: tl.constexpr):
+def unpack_int8_pairs(words, dtype: tl.constexpr):
     """Converts the low and high bytes of int16 words, int8 codes, to two tiles in `dtype`."""
     if PTX and dtype == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(

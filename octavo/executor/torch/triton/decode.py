@@ -79,7 +79,7 @@ def decode_kernel(
         table = kv.block_tables + owner * table_width
     place = tl.load(slots.places + row)
     context = tl.load(slots.context_lens + request)
-    lanes = load_lanes(q, row, head, valid, place, context, mask, widths)
+    lanes = load_lanes(q, row, head, valid, key_index, context, mask, widths)
     first_key = tl.min(tl.where(valid, lanes.low, 1 << 30), axis=0)
     last_key = tl.max(lanes.high, axis=0)
     first_split = first_key // SPLIT_KEYS

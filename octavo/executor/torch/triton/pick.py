@@ -149,10 +149,10 @@ def _cut_at(
     """Returns the largest d such that tokens at or above it weigh (or count) at least `target`,
     given that the tokens at or above `low` do.
     """
-    lane, place = tl.arange(0, BLOCK), tl.arange(0, PIVOTS)
+    lane, pivot = tl.arange(0, BLOCK), tl.arange(0, PIVOTS)
     while low < high:
-        pivots = low + (high - low) * ((place + 1).to(tl.float64) / PIVOTS)
-        pivots = tl.where(place == PIVOTS - 1, high, pivots)
+        pivots = low + (high - low) * ((pivot + 1).to(tl.float64) / PIVOTS)
+        pivots = tl.where(pivot == PIVOTS - 1, high, pivots)
         reached = tl.zeros((BLOCK, PIVOTS), tl.float64)
         above = tl.full((BLOCK, PIVOTS), float("inf"), tl.float64)
         below = tl.full((BLOCK, PIVOTS), float("-inf"), tl.float64)

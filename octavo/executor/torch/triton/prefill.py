@@ -86,9 +86,9 @@ def prefill_kernel(
     valid = (row < stop) & (head < heads.SHARE) & (lane_row < heads.ROWS)
     row = tl.where(valid, row, start)
     head = tl.where(valid, kv_head * heads.SHARE + head, 0)
-    place = tl.load(requests.places + row)
+    key_index = tl.load(requests.places + row)
     context = tl.load(requests.context_lens + request)
-    lanes = load_lanes(q, row, head, valid, place, context, mask, widths)
+    lanes = load_lanes(q, row, head, valid, key_index, context, mask, widths)
     first_key = tl.min(tl.where(valid, lanes.low, 1 << 30), axis=0)
     last_key = tl.max(lanes.high, axis=0)
     table = kv.block_tables + request.to(tl.int64) * table_width

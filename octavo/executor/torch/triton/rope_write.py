@@ -173,7 +173,7 @@ def rope_write_kernel(
             tl.store(q_out + to + column[None, :], rest, mask=stays)
     else:
         slot = tl.load(cache.slots + row, mask=live, other=-1)
-        place = tl.where(slot >= 0, slot, 0) * heads.KV_HEADS + head
+        entry = tl.where(slot >= 0, slot, 0) * heads.KV_HEADS + head
         written = (slot >= 0)[:, None]
         k_first = first.to(tl.float32)
         k_second = second.to(tl.float32)
@@ -196,12 +196,12 @@ def rope_write_kernel(
             k_scale = get_scale(top, finite)
             top, finite = largest(values)
             v_scale = get_scale(top, finite)
-            tl.store(cache.k_scales + place, rounded(k_scale, tl.bfloat16), mask=slot >= 0)
-            tl.store(cache.v_scales + place, rounded(v_scale, tl.bfloat16), mask=slot >= 0)
-        store(cache.k, place[:, None] * heads.K + one[None, :], k_first, k_scale, written & turns)
+            tl.store(cache.k_scales + entry, rounded(k_scale, tl.bfloat16), mask=slot >= 0)
+            tl.store(cache.v_scales + entry, rounded(v_scale, tl.bfloat16), mask=slot >= 0)
+        store(cache.k, entry[:, None] * heads.K + one[None, :], k_first, k_scale, written & turns)
         store(
             cache.k,
-            place[:, None] * heads.K + one[None, :] + pairs.APART,
+            entry[:, None] * heads.K + one[None, :] + pairs.APART,
             k_second,
             k_scale,
             written & turns,
@@ -209,12 +209,12 @@ def rope_write_kernel(
         if pairs.REST_TILE > 0:
             store(
                 cache.k,
-                place[:, None] * heads.K + column[None, :],
+                entry[:, None] * heads.K + column[None, :],
                 k_rest,
                 k_scale,
                 written & stays,
             )
-        store(cache.v, place[:, None] * heads.V + v_column[None, :], values, v_scale, v_inside)
+        store(cache.v, entry[:, None] * heads.V + v_column[None, :], values, v_scale, v_inside)
 
 
 def rope_write(call: RopeWriteCall, device: str) -> Tensor:

@@ -166,9 +166,9 @@ def _sharers(
     With a window or chunks, only rows that see the first key can share.
     """
     context = batch.context_lens[group, singles]
-    place = batch.places[batch.query_starts[:-1][singles]]
-    splits = (context if full else np.minimum(context, place + 1)) // SPLIT_KEYS
-    eligible = splits > 0 if window is None else (splits > 0) & (place < window)
+    key_index = batch.places[batch.query_starts[:-1][singles]]
+    splits = (context if full else np.minimum(context, key_index + 1)) // SPLIT_KEYS
+    eligible = splits > 0 if window is None else (splits > 0) & (key_index < window)
     alike: dict[bytes, list[_Sharer]] = defaultdict(list)
     for slot in np.flatnonzero(eligible).tolist():
         table = batch.block_tables[group, singles[slot]]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from octavo.executor.torch.triton.codes import bytes_in, pairs_in
+from octavo.executor.torch.triton.codes import bytes_in, unpack_int8_pairs
 
 BLOCK_SIZE = tl.constexpr(16)
 SPLIT_KEYS = tl.constexpr(256)
@@ -44,7 +44,7 @@ class Lanes(NamedTuple):
     """First visible key of each lane, `[M] int32`."""
     high: Any
     """End of each lane's visible keys, `[M] int32`."""
-    place: Any
+    key_index: Any
     """Key index of each lane's row, `[M] int32`."""
     head: Any
     """Query head of each lane, `[M] int32`."""
@@ -78,16 +78,16 @@ def no_keys(BLOCK_M: tl.constexpr, V_TILE: tl.constexpr):
 
 
 @triton.jit
-def visible(place, context, valid, mask):
+def visible(key_index, context, valid, mask):
     """Returns each lane's first visible key and the end, `[M] int32`; invalid lanes see none."""
-    low = tl.zeros_like(place)
-    high = tl.minimum(place + 1, context)
+    low = tl.zeros_like(key_index)
+    high = tl.minimum(key_index + 1, context)
     if mask.FULL:
         high = context
     if mask.WINDOW > 0:
-        low = tl.maximum(place + 1 - mask.WINDOW, 0)
+        low = tl.maximum(key_index + 1 - mask.WINDOW, 0)
     if mask.CHUNK > 0:
-        low = place - place % mask.CHUNK
+        low = key_index - key_index % mask.CHUNK
     return tl.where(valid, low, 0), tl.where(valid, high, 0)
 
 
@@ -100,21 +100,21 @@ def load_queries(q, row, head, valid, column, widths):
 
 
 @triton.jit
-def load_lanes(q, row, head, valid, place, context, mask, widths):
+def load_lanes(q, row, head, valid, key_index, context, mask, widths):
     """Returns the `Lanes` of query rows `row` and heads `head`, `[M]` each."""
-    low, high = visible(place, context, valid, mask)
+    low, high = visible(key_index, context, valid, mask)
     q_first = load_queries(q, row, head, valid, tl.arange(0, widths.K_FIRST), widths)
     q_rest = q_first
     if widths.K_REST > 0:
         column = widths.K_FIRST + tl.arange(0, widths.K_REST)
         q_rest = load_queries(q, row, head, valid, column, widths)
-    return Lanes(q_first, q_rest, low, high, place, head)
+    return Lanes(q_first, q_rest, low, high, key_index, head)
 
 
 @triton.jit
 def biased(scores, at, lanes, scoring):
     """Adds the bias of key index `at [N]` to scores `[M, N]` in base 2."""
-    distance = at[None, :] - lanes.place[:, None]
+    distance = at[None, :] - lanes.key_index[:, None]
     if scoring.BIAS == SLOPES:
         scores += tl.load(scoring.bias + lanes.head)[:, None] * distance.to(tl.float32) * LOG2E
     if scoring.BIAS == BY_DISTANCE:
@@ -203,7 +203,7 @@ def attend_keys(
                 mask=inside[:, None] & (pair < widths.V // 2)[None, :],
                 other=0,
             )
-            even, odd = pairs_in(words, dtype)
+            even, odd = unpack_int8_pairs(words, dtype)
             acc = weighted(weights, even, acc, kept, scoring)
             odd_acc = weighted(weights, odd, odd_acc, kept, scoring)
         else:

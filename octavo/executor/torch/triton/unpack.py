@@ -75,15 +75,15 @@ def unpack_kernel(
     tile = tl.program_id(1)
     at = tile * BLOCK_B + tl.arange(0, BLOCK_B)
     mask = outputs_mask[:, None] & (at < matrix.row_bytes)[None, :]
-    places = matrix.codes + outputs[:, None] * matrix.row_bytes + at[None, :]
-    found = tl.load(places, mask=mask, other=0)
+    pointers = matrix.codes + outputs[:, None] * matrix.row_bytes + at[None, :]
+    codes = tl.load(pointers, mask=mask, other=0)
     scale, least = load_scales(matrix, outputs, outputs_mask, tile, BLOCK_N, BLOCK_B)
     scale, least = spread(scale, BLOCK_N, BLOCK_B), spread(least, BLOCK_N, BLOCK_B)
     dtype: tl.constexpr = out.dtype.element_ty
     to = out + outputs[:, None] * width
     if matrix.NIBBLES:
-        low = rounded(dequantize(found & 15, scale, least, matrix), dtype)
-        high = rounded(dequantize(found >> 4, scale, least, matrix), dtype)
+        low = rounded(dequantize(codes & 15, scale, least, matrix), dtype)
+        high = rounded(dequantize(codes >> 4, scale, least, matrix), dtype)
         if matrix.HALF == 1:
             both = tile * (2 * BLOCK_B) + tl.arange(0, 2 * BLOCK_B)
             both_mask = outputs_mask[:, None] & (both < width)[None, :]
@@ -93,5 +93,5 @@ def unpack_kernel(
             tl.store(to + k[None, :], low, mask=mask)
             tl.store(to + (k + matrix.HALF)[None, :], high, mask=mask)
     else:
-        values = rounded(dequantize(found, scale, least, matrix), dtype)
+        values = rounded(dequantize(codes, scale, least, matrix), dtype)
         tl.store(to + at[None, :], values, mask=mask)

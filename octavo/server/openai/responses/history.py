@@ -30,7 +30,9 @@ async def get_previous_items(previous: str | None, owner: str, store: Store | No
         async for name, record in records:
             if record is None:
                 raise InvalidRequest(
-                    f"Previous response with id '{name}' not found.", param="previous_response_id"
+                    f"Previous response with id '{name}' not found.",
+                    param="previous_response_id",
+                    hint="responses are kept only if they were created with store=true",
                 )
             _check_ended(record)
             if len(turns) == MAX_TURNS:

@@ -12,10 +12,10 @@ import pytest
 from octavo.api.errors import ConfigError
 from octavo.config.sizes import format_bytes
 from octavo.engine.core import EngineCore
-from octavo.worker.block_places import (
+from octavo.worker.block_map import (
     NOWHERE,
     RangeShape,
-    VirtualPlaces,
+    VirtualBlockMap,
     check_addressable,
     describe_ranges,
 )
@@ -112,74 +112,76 @@ def test_requests_come_and_go_in_any_order(seed):
         assert found[name] == expected_tokens(prompt, 40)[: len(found[name])]
         assert len(found[name]) == 40 or name in aborted
     assert core.scheduler.stats().num_preemptions > 0
-    assert worker.cache_engine.places.num_bytes == 0 and (worker.cache_engine.kv.tokens == -7).all()
+    assert (
+        worker.cache_engine.block_map.num_bytes == 0 and (worker.cache_engine.kv.tokens == -7).all()
+    )
 
 
 # -- one group's places ----------------------------------------------------------------------------
 
 
-def places_of(
+def block_map_of(
     piece_bytes: int, *, num_ids: int = 8, num_rows: int = 3
-) -> tuple[FakeKv, VirtualPlaces]:
+) -> tuple[FakeKv, VirtualBlockMap]:
     shape = RangeShape.build(num_ids, 6, (piece_bytes,), 2)
     kv = FakeKv(1, num_rows * shape.num_blocks)
     kv.tokens[:] = 0
-    return kv, VirtualPlaces(kv, [shape], num_rows=num_rows)
+    return kv, VirtualBlockMap(kv, [shape], num_rows=num_rows)
 
 
 def test_a_request_lies_in_one_piece_whatever_its_ids():
-    _, places = places_of(PAGESIZE)
-    assert places.put(0, 1, 0, [5, 2, 7]).tolist() == [6, 7, 8]
-    assert places.put(0, 1, 3, [0]).tolist() == [9]
-    assert places.put(0, 2, 0, [NOWHERE, NOWHERE, 3]).tolist() == [
+    _, block_map = block_map_of(PAGESIZE)
+    assert block_map.put(0, 1, 0, [5, 2, 7]).tolist() == [6, 7, 8]
+    assert block_map.put(0, 1, 3, [0]).tolist() == [9]
+    assert block_map.put(0, 2, 0, [NOWHERE, NOWHERE, 3]).tolist() == [
         NOWHERE,
         NOWHERE,
         14,
     ], "holes stay holes"
-    assert [places.find(0, block_id) for block_id in (5, 2, 7, 0, 3)] == [6, 7, 8, 9, 14]
+    assert [block_map.find(0, block_id) for block_id in (5, 2, 7, 0, 3)] == [6, 7, 8, 9, 14]
 
 
 def test_memory_is_counted_in_whole_pages_and_given_back_when_the_request_leaves():
-    kv, places = places_of(PAGESIZE // 4)
+    kv, block_map = block_map_of(PAGESIZE // 4)
     for first, pages in ((0, 1), (3, 1), (4, 2)):
-        places.put(0, 0, first, [first])
-        assert places.num_bytes == 2 * pages * PAGESIZE, "in each of two layers"
-    places.put(0, 2, 0, [6])
-    places.clear(0)
-    assert places.num_bytes == 2 * PAGESIZE
+        block_map.put(0, 0, first, [first])
+        assert block_map.num_bytes == 2 * pages * PAGESIZE, "in each of two layers"
+    block_map.put(0, 2, 0, [6])
+    block_map.clear(0)
+    assert block_map.num_bytes == 2 * PAGESIZE
     assert (kv.tokens.reshape(3, -1)[0] == -7).all() and not (
         kv.tokens.reshape(3, -1)[2] == -7
     ).any()
-    assert places.find(0, 4) == NOWHERE and places.find(0, 6) == 16
-    places.clear(0)
+    assert block_map.find(0, 4) == NOWHERE and block_map.find(0, 6) == 16
+    block_map.clear(0)
 
 
 def test_a_table_that_becomes_shorter_gives_back_the_pages_behind_its_end():
-    kv, places = places_of(PAGESIZE // 2)
-    places.put(0, 0, 0, [0, 1, 2, 3, 4])
-    places.put(0, 1, 0, [5])
-    places.shorten(0, 0, 3)
-    assert places.num_bytes == 2 * (2 + 1) * PAGESIZE, "half a page is kept whole"
+    kv, block_map = block_map_of(PAGESIZE // 2)
+    block_map.put(0, 0, 0, [0, 1, 2, 3, 4])
+    block_map.put(0, 1, 0, [5])
+    block_map.shorten(0, 0, 3)
+    assert block_map.num_bytes == 2 * (2 + 1) * PAGESIZE, "half a page is kept whole"
     first, second, _ = kv.tokens.reshape(3, -1)
     assert (first[3 * 16 :] == -7).all() and not (first[: 3 * 16] == -7).any()
     assert not (second == -7).any()
-    assert [places.find(0, block_id) for block_id in (2, 3, 4)] == [2, NOWHERE, NOWHERE]
-    places.put(0, 1, 1, [3])
-    places.put(0, 0, 3, [4])
+    assert [block_map.find(0, block_id) for block_id in (2, 3, 4)] == [2, NOWHERE, NOWHERE]
+    block_map.put(0, 1, 1, [3])
+    block_map.put(0, 0, 3, [4])
     assert not (first[: 3 * 16] == -7).any(), "the id had left its place before it went elsewhere"
-    places.shorten(0, 0, 4)
-    assert places.find(0, 4) == 3, "nothing lies behind"
+    block_map.shorten(0, 0, 4)
+    assert block_map.find(0, 4) == 3, "nothing lies behind"
 
 
 def test_an_id_that_goes_elsewhere_takes_its_memory_along():
     """The id is that of a block behind a window; no query reads it, nor what lies before it."""
-    kv, places = places_of(PAGESIZE)
-    places.put(0, 0, 0, [0, 1, 2, 3])
-    places.put(0, 1, 0, [1])
-    assert places.num_bytes == 2 * 3 * PAGESIZE
+    kv, block_map = block_map_of(PAGESIZE)
+    block_map.put(0, 0, 0, [0, 1, 2, 3])
+    block_map.put(0, 1, 0, [1])
+    assert block_map.num_bytes == 2 * 3 * PAGESIZE
     assert (kv.tokens[0, : 2 * 16] == -7).all() and not (kv.tokens[0, 2 * 16 :] == -7).any()
-    places.put(0, 0, 4, [0])
-    assert places.num_bytes == 2 * 4 * PAGESIZE and places.find(0, 0) == 4
+    block_map.put(0, 0, 4, [0])
+    assert block_map.num_bytes == 2 * 4 * PAGESIZE and block_map.find(0, 0) == 4
 
 
 @pytest.mark.parametrize(
@@ -212,13 +214,13 @@ def test_what_slots_cannot_number_is_refused():
 
 def test_no_more_blocks_have_memory_than_there_are_ids():
     rng = np.random.default_rng(0)
-    _, places = places_of(PAGESIZE, num_rows=4)
+    _, block_map = block_map_of(PAGESIZE, num_rows=4)
     ends = [0] * 4
     for _ in range(2000):
         row = int(rng.integers(4))
         if ends[row] == 6 or rng.random() < 0.1:
-            places.clear(row)
+            block_map.clear(row)
             ends[row] = 0
-        places.put(0, row, ends[row], [int(rng.integers(8))])
+        block_map.put(0, row, ends[row], [int(rng.integers(8))])
         ends[row] += 1
-        assert places.num_bytes <= 8 * 2 * PAGESIZE
+        assert block_map.num_bytes <= 8 * 2 * PAGESIZE

@@ -96,7 +96,7 @@ def describe_ranges(ranges: Sequence[RangeShape], *, num_rows: int) -> str:
     return f"{what}; each request may use up to {lost} more than its blocks"
 
 
-class VirtualPlaces:
+class VirtualBlockMap:
     """Map from block ids to block indices in the backend's `KvCache`, in the virtual layout. The
     range of row r in group g begins at index r * ranges[g].num_blocks.
     """
@@ -105,19 +105,19 @@ class VirtualPlaces:
         self.num_bytes = 0
         """Bytes of memory that requests currently use."""
         self._groups = [
-            _GroupPlaces(kv, group, shape, num_rows) for group, shape in enumerate(ranges)
+            _GroupBlockMap(kv, group, shape, num_rows) for group, shape in enumerate(ranges)
         ]
 
     def put(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> NDArray[np.int32]:
         """Assigns the blocks of a row's table from index `first` on to the row's range; returns
         their indices. Holes stay holes.
         """
-        places = self._groups[group].put(row, first, np.array(block_ids, np.int32))
+        indices = self._groups[group].put(row, first, np.array(block_ids, np.int32))
         self._count()
-        return places
+        return indices
 
     def find(self, group: int, block_id: int) -> int:
-        return int(self._groups[group].places[block_id])
+        return int(self._groups[group].indices[block_id])
 
     def shorten(self, group: int, row: int, num_blocks: int) -> None:
         """Releases the memory after the first `num_blocks` blocks of a row's table."""
@@ -134,13 +134,13 @@ class VirtualPlaces:
         self.num_bytes = sum(group.num_bytes for group in self._groups)
 
 
-class _GroupPlaces:
+class _GroupBlockMap:
     """Block indices of one cache group. A block id has at most one index, so the number of blocks
     with memory is at most the number of ids.
     """
 
     def __init__(self, kv: OnDemandKvCache, group: int, shape: RangeShape, num_rows: int) -> None:
-        self.places = np.full(shape.num_ids, NOWHERE, np.int32)
+        self.indices = np.full(shape.num_ids, NOWHERE, np.int32)
         """Index of each block id."""
         self.num_bytes = 0
         self._ids = np.full(num_rows * shape.num_blocks, NOWHERE, np.int32)
@@ -154,18 +154,18 @@ class _GroupPlaces:
         self._shape = shape
 
     def put(self, row: int, first: int, block_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        new_places = (
+        new_indices = (
             np.arange(first, first + len(block_ids), dtype=np.int32) + row * self._shape.num_blocks
         )
-        new_places[block_ids < 0] = NOWHERE
+        new_indices[block_ids < 0] = NOWHERE
         live = block_ids[block_ids >= 0]
-        for place in self.places[live]:
-            if place != NOWHERE:
-                self._release(int(place))
-        self.places[live] = new_places[block_ids >= 0]
-        self._ids[new_places[block_ids >= 0]] = live
+        for index in self.indices[live]:
+            if index != NOWHERE:
+                self._release(int(index))
+        self.indices[live] = new_indices[block_ids >= 0]
+        self._ids[new_indices[block_ids >= 0]] = live
         self._set_range(row, self._firsts[row], max(self._ends[row], first + len(block_ids)))
-        return new_places
+        return new_indices
 
     def shorten(self, row: int, num_blocks: int) -> None:
         """Releases the memory of a row's blocks after the first `num_blocks`."""
@@ -174,7 +174,7 @@ class _GroupPlaces:
         # Up to the end of the range, a page boundary: a page that reached further would stay.
         first, end = row * self._shape.num_blocks, (row + 1) * self._shape.num_blocks
         ids = self._ids[first + num_blocks : end]
-        self.places[ids[ids >= 0]] = NOWHERE
+        self.indices[ids[ids >= 0]] = NOWHERE
         ids[:] = NOWHERE
         self._kv.give_back(self._group, first + num_blocks, len(ids))
         self._set_range(row, min(self._firsts[row], num_blocks), num_blocks)
@@ -182,15 +182,15 @@ class _GroupPlaces:
     def clear(self, row: int) -> None:
         self.shorten(row, 0)
 
-    def _release(self, place: int) -> None:
+    def _release(self, index: int) -> None:
         """Releases the memory of a block whose id is reused. The block is outside of the attention
         window, so neither it nor earlier blocks of its range are read any more.
         """
-        row, index = divmod(place, self._shape.num_blocks)
-        self._ids[place] = NOWHERE
-        if index >= self._firsts[row]:
-            self._kv.give_back(self._group, row * self._shape.num_blocks, index + 1)
-            self._set_range(row, index + 1, self._ends[row])
+        row, block = divmod(index, self._shape.num_blocks)
+        self._ids[index] = NOWHERE
+        if block >= self._firsts[row]:
+            self._kv.give_back(self._group, row * self._shape.num_blocks, block + 1)
+            self._set_range(row, block + 1, self._ends[row])
 
     def _set_range(self, row: int, first: int, end: int) -> None:
         """Sets which blocks of a row's range may have memory, and updates the byte count."""
