@@ -21,4 +21,10 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     # Expressions keep their order: replaced forwards, products of one row need more than 16 registers.
     list(APPEND OCTAVO_FLAGS_avx2 -fno-tree-ter)
   endif()
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64|ARM64")
+  # The portable level has the instructions of NEON too: OCTAVO_NEON selects the operations written for them.
+  set(OCTAVO_FLAGS_neon -march=armv8-a -DOCTAVO_NEON)
+  set(OCTAVO_FLAGS_neon_dotprod -march=armv8.2-a+dotprod -DOCTAVO_NEON)
+  set(OCTAVO_FLAGS_neon_i8mm -march=armv8.2-a+dotprod+i8mm+bf16 -DOCTAVO_NEON)
+  set(OCTAVO_LEVELS portable neon neon_dotprod neon_i8mm)
 endif()

@@ -50,7 +50,7 @@ OCTAVO_INLINE void with_numbers(AdapterNumber type, const Compute& compute) {
 // add the terms of a sum in the same order.
 #if defined(__AVX512F__)
 constexpr int kRanksAlone = 8, kRanks = 4, kRows = 4, kExpandedRows = 8, kExpandedPairs = 8, kApart = 4;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(OCTAVO_NEON)
 constexpr int kRanksAlone = 4, kRanks = 2, kRows = 2, kExpandedRows = 4, kExpandedPairs = 2, kApart = 2;
 #else
 constexpr int kRanksAlone = 2, kRanks = 2, kRows = 1, kExpandedRows = 2, kExpandedPairs = 1, kApart = 1;

@@ -14,7 +14,7 @@ namespace {
 // Number of lanes, and of vectors of 16 value columns, whose sums are in registers at the same time.
 #if defined(__AVX512F__)
 constexpr int kScoreLanes = 8, kValueLanes = 4, kValueVectors = 4, kScoreSums = 16;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(OCTAVO_NEON)
 constexpr int kScoreLanes = 4, kValueLanes = 4, kValueVectors = 1, kScoreSums = 4;
 #else
 constexpr int kScoreLanes = 2, kValueLanes = 2, kValueVectors = 1, kScoreSums = 2;

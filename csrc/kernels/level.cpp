@@ -17,6 +17,8 @@
 #include "table.h"
 #ifdef __AMX_INT8__
 #include "linear_amx.inl"
+#elif defined(OCTAVO_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#include "linear_neon.inl"
 #endif
 
 namespace octavo {
@@ -30,8 +32,12 @@ constexpr auto kBeginStep = forget_configuration;
 #else
 constexpr int kRowsPerBlock = 64, kRowsPerByte = 16;
 size_t no_scratch(const Tiles&) { return 0; }
+#if defined(OCTAVO_NEON) && defined(__ARM_FEATURE_DOTPROD)
+constexpr auto kDenseMatmul = neon_matmul;
+#else
 constexpr auto kDenseMatmul = [](const TileRef* tiles, int count, const QuantizedRows& x, int64_t row0,
                                  int num_rows, uint8_t*) { vector_matmul(tiles, count, x, row0, num_rows); };
+#endif
 constexpr auto kScratch = no_scratch;
 constexpr auto kBeginStep = [] {};
 #endif

@@ -9,6 +9,8 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace octavo {
@@ -72,6 +74,15 @@ std::vector<std::string> supported_levels() {
     const bool tiles = cpu.has(cpu.leaf7_d, 22) && cpu.has(cpu.leaf7_d, 24) && cpu.has(cpu.leaf7_d, 25) &&
                        cpu.saves(3u << 17);
     if (tiles && request_tiles()) levels.push_back("amx");
+#elif defined(__aarch64__)
+    levels.push_back("neon");
+#if defined(__linux__)
+    // HWCAP_ASIMDDP, HWCAP2_I8MM and HWCAP2_BF16, which older headers lack.
+    constexpr unsigned long kDotProducts = 1ul << 20, kI8mmAndBf16 = 3ul << 13;
+    if (!(getauxval(AT_HWCAP) & kDotProducts)) return levels;
+    levels.push_back("neon_dotprod");
+    if ((getauxval(AT_HWCAP2) & kI8mmAndBf16) == kI8mmAndBf16) levels.push_back("neon_i8mm");
+#endif
 #endif
     return levels;
 }

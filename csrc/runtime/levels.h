@@ -9,7 +9,7 @@
 namespace octavo {
 
 // Returns the names of the levels that this machine supports, best last: portable, avx2, avx2_vnni, avx512,
-// avx512_vnni, avx512_bf16, amx.
+// avx512_vnni, avx512_bf16, amx on x86-64; portable, neon, neon_dotprod, neon_i8mm on AArch64.
 std::vector<std::string> supported_levels();
 
 // Loads `directory`/liboctavo_<name>.so. Throws std::runtime_error if it is missing or not supported by

@@ -1,5 +1,5 @@
 // Operations that go through memory, one lane after another, for levels without an instruction for them.
-// The first functions use SSE2 on all levels of x86-64.
+// The first functions use SSE2 on all levels of x86-64, NEON on all levels of AArch64.
 #pragma once
 #include "lanes.h"
 
@@ -15,6 +15,8 @@ OCTAVO_INLINE int32_t sum_bytes(const int8_t* p) {
         _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), _mm_set1_epi8(-0x80));
     const __m128i sums = _mm_sad_epu8(biased, _mm_setzero_si128());
     return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 128 * kLanes;
+#elif defined(__aarch64__)
+    return vaddlvq_s8(vld1q_s8(p));
 #else
     int32_t sum = 0;
     for (int i = 0; i < kLanes; i++) sum += p[i];
@@ -38,6 +40,10 @@ OCTAVO_INLINE void interleave16(const Columns& columns, int64_t at, uint8_t* to)
     store(16, _mm_unpackhi_epi16(low01, low23));
     store(32, _mm_unpacklo_epi16(high01, high23));
     store(48, _mm_unpackhi_epi16(high01, high23));
+#elif defined(__aarch64__)
+    const uint8x16x4_t quads = {{vld1q_u8(columns[0] + at), vld1q_u8(columns[1] + at),
+                                 vld1q_u8(columns[2] + at), vld1q_u8(columns[3] + at)}};
+    vst4q_u8(to, quads);
 #else
     for (int o = 0; o < kLanes; o++)
         for (int i = 0; i < 4; i++) to[4 * o + i] = columns[i][at + o];

@@ -7,7 +7,8 @@ namespace octavo {
 namespace {
 
 // Whether bytes are multiplied in pairs with 16-bit sums, because there is no VNNI (`dot4_pairs`).
-#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+#if (defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)) || \
+    (defined(OCTAVO_NEON) && !defined(__ARM_FEATURE_DOTPROD))
 constexpr bool kPairSums = true;
 #else
 constexpr bool kPairSums = false;
@@ -76,7 +77,7 @@ class CodeSum {
     vi first_ = {}, second_ = {};
 };
 
-#if !defined(__AVX512BF16__)
+#if !defined(__AVX512BF16__) && !(defined(OCTAVO_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 // acc[i] += w[2i] * a[2i] + w[2i+1] * a[2i+1] over pairs of bf16 in each lane.
 OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
     const int32_t high = static_cast<int32_t>(0xffff0000u);

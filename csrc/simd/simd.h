@@ -18,7 +18,7 @@
 //   pack_int8                  sixty-four numbers of -128 .. 127 as bytes, v[0]'s sixteen first
 //   e4m3_to_bf16               converts the low byte of each 16 bits; the high byte is ignored
 //   dot4(acc, u, s)            adds four products of uint8 and int8 in each lane: exact, without saturation
-//   dot4_pairs, add_pairs, ..  the same in pairs of products with 16-bit sums, without VNNI (dots.h)
+//   dot4_pairs, add_pairs, ..  the same in pairs of products with 16-bit sums, without dot products (dots.h)
 //   dot4_turned(acc, w, s)     dot4 with signed codes w of -127 .. 127, without VNNI
 //   dot2_int16, dot2_bf16      adds two products of pairs in each lane
 //   multiply_words             low half times low half, in 64 bits, of each wide lane
@@ -36,6 +36,8 @@
 #include "avx512.h"
 #elif defined(__AVX2__)
 #include "avx2.h"
+#elif defined(OCTAVO_NEON)
+#include "neon.h"
 #else
 #include "portable.h"
 #endif

@@ -88,7 +88,17 @@ class BackendChoice:
         secret=True,
     )
     cpu_level: Literal[
-        "auto", "portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"
+        "auto",
+        "portable",
+        "avx2",
+        "avx2_vnni",
+        "avx512",
+        "avx512_vnni",
+        "avx512_bf16",
+        "amx",
+        "neon",
+        "neon_dotprod",
+        "neon_i8mm",
     ] = option(
         "auto",
         "Backend",

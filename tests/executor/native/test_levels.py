@@ -20,7 +20,7 @@ from octavo.executor.native.extension import native_module, supported_levels
 from tests.support.native_harness import require_native
 
 pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="other machines have the portable level only"
+    platform.machine() != "x86_64", reason="these are the levels of x86-64"
 )
 
 ALL_LEVELS = ["portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
