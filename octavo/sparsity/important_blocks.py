@@ -157,7 +157,7 @@ def important(masses: Sequence[float], share: float) -> set[int]:
 
 
 def query_about(prompt: PromptPart, request_id: str, num_stored_blocks: int) -> BlockQuery:
-    """Returns the query that scores a prompt's stored blocks, without their slots."""
+    """Returns the query for the scores of a prompt's stored blocks; its slots are set later."""
     num_tokens, size = len(prompt.token_ids), prompt.block_size
     first_of_last = max(size, num_tokens - (MAX_TOKENS - size))
     places = [*range(min(size, num_tokens)), *range(first_of_last, num_tokens)]

@@ -180,7 +180,7 @@ class LoadedModel:
 
     @property
     def writes_layers(self) -> bool:
-        """Whether its steps report written layers while they compute."""
+        """Whether a step reports each layer as soon as its K and V are written."""
         return next(iter(self.runnables.values())).kv_writes is not None
 
     def _media(self) -> StepMedia | None:

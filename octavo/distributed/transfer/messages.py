@@ -111,7 +111,7 @@ class DropBlocks(msgspec.Struct, tag=True):
 
 
 class HoldBlocks(msgspec.Struct, tag=True):
-    """Renews the leases of blocks of a BlockAt that are still to be read."""
+    """Renews the leases of blocks that a BlockAt offered and that are not yet read."""
 
     names: list[BlockHashWithGroupId]
     epoch: int

@@ -210,7 +210,7 @@ class EndRules:
         return Finish("abort") if self.one_token else None
 
     def repeats(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether the output repeats itself so that the request ends."""
+        """Returns whether the output repeats itself as `repetition_detection` defines."""
         if self.repetition is None or len(token_ids) < self.min_num_tokens:
             return False
         return self.repetition.matches(token_ids, self.num_prompt_tokens)

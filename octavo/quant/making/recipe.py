@@ -31,7 +31,7 @@ calibration texts and on others. With 1%, the error on a different kind of text 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Validated choices.
+    """Validated quantization options: method, format, bits, group size.
 
     `group` 0 means entire rows; None means the largest common group size that divides the inputs of
     every matrix, which is set once the model is known.

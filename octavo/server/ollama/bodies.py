@@ -184,7 +184,7 @@ class NameBody(Body):
 
     @property
     def known_as(self) -> str:
-        """The given name; raises InvalidRequest without one."""
+        """Name of the model in the request; raises InvalidRequest if it is missing."""
         name = self.model or self.name
         if not name:
             raise InvalidRequest("model: field required", param="model")

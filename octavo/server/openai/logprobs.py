@@ -70,7 +70,7 @@ class TextOffsets:
         self._position = 0
 
     def add(self, token_ids: Sequence[int]) -> list[int]:
-        """Returns the offsets of output tokens."""
+        """Adds output tokens; returns their text offsets."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._position)

@@ -140,7 +140,7 @@ def _compiled(root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_patterns(root: dict[str, Any]) -> None:
-    """Rejects patterns that cannot be terminals, which unquoted strings need."""
+    """Rejects patterns that cannot be compiled to terminals, as unquoted strings require."""
     for place in places(root):
         if not isinstance(place.schema, Mapping):
             continue
