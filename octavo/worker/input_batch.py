@@ -54,13 +54,15 @@ class InputBatch:
         max_encoder_len: int = 0,
         drafts_forced: bool = False,
         goes_without_blocks: bool = False,
+        num_axes: int = 1,
     ) -> None:
         """`states`: groups with one block per request, which is repeated in the row's table.
         `input_groups`: groups with the keys of an encoder input of at most `max_encoder_len` rows.
         `closes`: complete structured outputs before their length limit. `drafts_forced`: use forced
         text as draft tokens. `goes_without_blocks`: rows may skip blocks; holes in a table then
-        stand for keys that the row never reads, in every group.
+        stand for keys that the row never reads, in every group. `num_axes`: axes of positions.
         """
+        self.num_axes = num_axes
         self._drafts_forced = drafts_forced
         max_blocks = -(-max(max_model_len, max_encoder_len) // BLOCK_SIZE)
         self.token_ids = np.zeros((max_rows, max_model_len + 1), np.int32)

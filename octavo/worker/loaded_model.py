@@ -300,6 +300,7 @@ def make_input_batch(
             input_groups=program.input_groups,
             max_encoder_len=config.model.max_encoder_len or 0,
             goes_without_blocks=skips_blocks(config),
+            num_axes=num_position_axes(program),
         )
     except MemoryError:
         what = (

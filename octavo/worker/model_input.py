@@ -127,7 +127,7 @@ def gather(
     model_input = ModelInput(
         token_ids=rows.token_ids[owners, places],
         places=places,
-        positions=(places + rows.first_positions[owners])[None],
+        positions=(places + rows.first_positions[owners])[None].repeat(rows.num_axes, axis=0),
         query_starts=query_starts,
         context_lens=context_lens,
         slots=np.ascontiguousarray(slots),

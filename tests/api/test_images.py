@@ -141,3 +141,22 @@ def test_a_recording_with_images_computes_the_same_again(tmp_path):
     found = Replay(header, executor).run(events)
     executor.close()
     assert found.differences == [] and found.num_requests == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [
+        ("qwen3_vl", "tensor_parallel_size"),
+        ("qwen3_vl", "pipeline_parallel_size"),
+        ("qwen3_5", "tensor_parallel_size"),
+    ],
+)
+def test_two_ranks_answer_text(family, option):
+    path, params = str(seeing_model(family).path), SamplingParams(temperature=0, max_tokens=6)
+    tokens = []
+    for more in ({}, {option: 2}):
+        with LLM(path, dtype="float32", max_model_len=256, max_num_seqs=2, **more) as engine:
+            (output,) = engine.generate({"prompt": "plain text"}, params, use_tqdm=False)
+            tokens.append(output.outputs[0].token_ids)
+    assert tokens[0] == tokens[1]

@@ -51,6 +51,7 @@ MIXERS = (ShortConv, SelectiveScan)
 
 WHOLE_ROWS = (
     *(ops.Embedding, ops.LayerNorm, expert_ops.Route, rank_ops.Dispatch, ops.ScatterRows),
+    *(family_ops.Concat, family_ops.SelectColumns),
     *MIXERS,
 )
 """Ops that need all columns of all inputs."""
