@@ -66,7 +66,8 @@ class Weights:
         pieces = self._captured.stored.find(name, range(shape[0]))
         if len(pieces) != 1 or pieces[0].rows != (*range(pieces[0].total),):
             raise reject(self._model_type, f"{name} is put together from several tensors")
-        return Weight(pieces[0].tensor, shape)
+        sources = () if self._captured.shapes[name] else (pieces[0].tensor,)
+        return Weight(pieces[0].tensor, shape, sources)
 
     def stacked(self, name: str) -> str:
         """Returns the checkpoint's tensor of a parameter with three or more axes."""

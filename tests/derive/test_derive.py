@@ -129,7 +129,6 @@ CHANGES = [
     ("qwen2_moe", Route, lambda op: replace(op, top_k=op.top_k - 1)),
     ("qwen2_moe", Route, lambda op: replace(op, score="sigmoid")),
     ("gpt_oss", Attention, lambda op: replace(op, sinks=None)),
-    ("gpt_oss", ActMul, lambda op: replace(op, clamp=None)),
     ("gpt_oss", ActMul, lambda op: replace(op, alpha=op.alpha + 0.001)),
     ("gpt_oss", ActMul, lambda op: replace(op, up_offset=0.0)),
     ("mpt", Attention, lambda op: replace(op, bias=None)),
