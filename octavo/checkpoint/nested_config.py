@@ -53,9 +53,62 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
 """Values of keys that `text_config` may omit, by model type."""
 
 
+TEXT_LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "gemma": {
+        "vocab_size": 256_000,
+        "hidden_size": 3072,
+        "intermediate_size": 24_576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 8192,
+    },
+    "gemma2": {
+        "vocab_size": 256_000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+    },
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen2": {
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768,
+    },
+}
+"""Values of keys that `text_config` may omit, by its own model type."""
+
+
+NOT_OF_TEXT = {"paligemma": ("hidden_size", "vocab_size")}
+"""Top-level keys that do not describe the text model, by model type."""
+
+
 def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a multimodal config with the keys of `text_config` merged in; top-level keys take
-    precedence. Other configs are unchanged.
+    precedence. `text_model_type` is its model_type. Other configs are unchanged.
     """
     text = config.get("text_config")
     left_out = LEFT_OUT.get(str(config.get("model_type")))
@@ -65,4 +118,11 @@ def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
         return config
     own = {name: value for name, value in config.items() if value is not None}
     own.pop("text_config")
-    return {**(left_out or {}), **text, **own}
+    if text.get("tie_word_embeddings") is True:  # unless the files have an output layer
+        own.pop("tie_word_embeddings", None)
+    for name in NOT_OF_TEXT.get(str(config.get("model_type")), ()):
+        own.pop(name, None)
+    if text.get("model_type") is not None:
+        own = {"text_model_type": text["model_type"], **own}
+    text_left_out = TEXT_LEFT_OUT.get(str(text.get("model_type")), {})
+    return {**text_left_out, **(left_out or {}), **text, **own}

@@ -76,7 +76,7 @@ published all-mpnet-base-v2 names a head, but was saved without one."""
 BASE_PREFIXES = ("model.", "transformer.", "backbone.", "gpt_neox.", *ENCODER_PREFIXES)
 """Prefixes omitted in checkpoints of base models."""
 
-WRAPPER_PREFIXES = ("language_model.", "model.language_model.")
+WRAPPER_PREFIXES = ("language_model.", "model.language_model.", "model.text_model.")
 """Prefixes of the text model in multimodal models."""
 
 

@@ -21,11 +21,12 @@ LEFT_OUT = re.compile(
             r"(^|\.)(lm_head|output_layer|embed_out|proj_out)\.weight$",
             r"(^|\.)(lm_head|cls|predictions|vocab_\w+|qa_outputs|pooler)\.",
             r"^(model\.)?(encoder|decoder)\.(embed_tokens\.weight|embed_positions\.weights?|version)$",
-            r"(^|\.)(mtp|vision_tower|vision_model|visual|multi_modal_projector|audio_tower"
+            r"(^|\.)(mtp|vision_tower|vision_model|visual|multi_modal_projector|connector|audio_tower"
             r"|embed_vision|embed_audio|vision_embedder)\.",
             r"\.([qkv]_scale|kv_scale|prob_scale|[kv]_zero_point|activation_scale)$",
             r"\.(input|output)_(scale|global_scale|zero_point|g_idx)$",
             r"\.altup\.correct_output_scale$",
+            r"(^|\.)image_newline$",
             r"^(decoder\.(bias|weight)|head\.(dense|norm)\.(bias|weight))$",
         )
     )

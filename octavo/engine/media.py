@@ -32,7 +32,7 @@ class EncoderCacheManager:
     def use(self, source: EngineRequest, start: int, end: int) -> None:
         """Records that a step computes the tokens from `start` up to `end` of a request."""
         for item in source.media:
-            if item.start < end and start < item.end:
+            if item.is_encoded and item.start < end and start < item.end:
                 self._use(item, source.pixels)
 
     def _use(self, item: MediaItem, pixels: Iterable[MediaPixels]) -> None:

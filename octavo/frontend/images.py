@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -13,7 +15,7 @@ from msgspec.structs import replace
 from octavo.api.errors import InvalidRequest, shown
 from octavo.engine.protocol.step import MediaItem, MediaPixels
 from octavo.frontend.arguments import Messages
-from octavo.text.ports import DecodedImage, ImageReader, VideoSource
+from octavo.text.ports import DecodedImage, ImageReader, PrefixPrompt, VideoSource
 
 KEY = "multi_modal_data"
 """Key of a prompt's dict under which its images are given, as {"image": ...}."""
@@ -78,6 +80,25 @@ def extract_images(messages: Messages) -> tuple[Messages, list[Any]]:
     return (plain, images) if images else (messages, images)
 
 
+def _entire_prompt(
+    token_ids: Sequence[int], media: Sequence[MediaItem], prefix: PrefixPrompt
+) -> MediaItem:
+    """Returns the range of a prompt whose tokens attend to one another; its digest is that of the
+    entire prompt, which the KV of each token depends on.
+    """
+    if len(token_ids) > prefix.max_tokens:
+        raise InvalidRequest(
+            f"prompt: got {len(token_ids):,} tokens with images, expected at most"
+            f" {prefix.max_tokens:,}: one step computes them",
+            hint="shorten the prompt, or start the engine with a larger --max-num-batched-tokens",
+            param="prompt",
+        )
+    digest = blake2b(array("i", token_ids).tobytes(), digest_size=16, person=b"octavo prefix")
+    for item in media:
+        digest.update(item.digest)
+    return MediaItem(digest.digest(), 0, len(token_ids), (0, 0), is_whole=True)
+
+
 def _part(part: Any, images: list[Any], where: str) -> Any:
     """Returns a content part for the template; appends its image, if any, to `images`."""
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -126,7 +147,12 @@ class ImageInputs:
         """Returns the text of a prompt with images in the form that the model expects."""
         for old, new in self.replacements.items():
             text = text.replace(old, new)
-        return text
+        prefix = None if self._reader is None else self._reader.prefix
+        if prefix is None or prefix.begin in text:
+            return text
+        ends = (text.rfind(word) + len(word) for word in self.replacements if word in text)
+        last = max(ends, default=0)
+        return f"{text[:last]}{prefix.begin}{text[last:]}{prefix.end}"
 
     def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
         """Reads images; raises InvalidRequest if the model does not accept any."""
@@ -147,6 +173,9 @@ class ImageInputs:
         images = [one for one in decoded if not one.is_video]
         videos = [one for one in decoded if one.is_video]
         token_id, video_token_id = self._reader.token_id, self._reader.video_token_id
+        prefix = self._reader.prefix
+        if prefix is not None and list(token_ids[1:2]) == [token_id]:
+            token_ids = token_ids[token_ids[0] != token_id :]  # the tokenizer's own first token
         self._check_places(token_ids, token_id, len(images), "image")
         left = {token_id: iter(images)}
         if video_token_id is not None:
@@ -161,6 +190,8 @@ class ImageInputs:
             one, first = next(left[token]), len(new_ids)
             media += [replace(item, start=item.start + first) for item in one.media]
             new_ids += one.token_ids
+        if prefix is not None:
+            media.append(_entire_prompt(new_ids, media, prefix))
         pixels = {view.digest: view for one in decoded for view in one.pixels}
         return PromptWithImages(new_ids, media, list(pixels.values()))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from octavo.engine.protocol.packed_image import pack_rows
 from octavo.engine.protocol.step import MediaItem, MediaPixels
 from octavo.text.ports import DecodedImage
 
@@ -45,6 +46,13 @@ class ImageTokens:
     """Text token after each line of cells; None: lines follow each other."""
     image_end: int | None = None
     """Text token that replaces the last `line_end`."""
+    has_newline: bool = False
+    """Whether a row of the tower ends each line of the tiles, which are packed without padding, or
+    the entire image if there are no tiles."""
+    max_tiles: int | None = None
+    """Most tiles whose rows are not scaled down."""
+    tiles_alone: bool = False
+    """Whether only the image of a prompt with one image is divided into tiles."""
     tile_tokens: Callable[[int, int], list[int]] | None = None
     """Returns the tokens of an image in rows and columns of tiles, with `token_id` once per view;
     None: views follow each other.
@@ -91,6 +99,12 @@ class ImageTokens:
 
     def add_view(self, image: DecodedImage, view: MediaPixels) -> None:
         """Appends a view's tokens."""
+        if self.has_newline:
+            count = self._count_packed(view)
+            place, grid = len(image.token_ids), (1, count)
+            image.media.append(MediaItem(view.digest, place, count, grid, self.is_whole))
+            image.token_ids.extend([self.token_id] * count)
+            return
         rows, columns = view.height // self.multiple, view.width // self.multiple
         token_ids = [self.token_id] * columns
         if self.line_end is not None:
@@ -109,3 +123,9 @@ class ImageTokens:
         if self.image_end is not None:
             token_ids[-1] = self.image_end
         image.token_ids.extend(token_ids)
+
+    def _count_packed(self, view: MediaPixels) -> int:
+        side = view.width // self.multiple
+        if view.tiles == (0, 0):
+            return side * side + 1
+        return side * side + pack_rows(side, view.tiles, view.source, self.max_tiles).num_rows

@@ -19,8 +19,8 @@ from octavo.media.limits import ImageLimits, check_size, image_error
 from octavo.media.rules import ImageRules
 from octavo.media.sources import read_file, read_source
 from octavo.media.video import VideoReader, group_frames, video_error
-from octavo.media.views import cut_views
-from octavo.text.ports import DecodedImage, VideoSource
+from octavo.media.views import cut_views, pad_to_square
+from octavo.text.ports import DecodedImage, PrefixPrompt, VideoSource
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,6 +42,7 @@ class PillowReader:
     """
     videos: VideoReader | None = None
     """Reads videos; None if the model reads none."""
+    prefix: PrefixPrompt | None = None
 
     @property
     def token_id(self) -> int:
@@ -55,13 +56,14 @@ class PillowReader:
         if self.videos is not None:
             _check_count(num_videos, self.videos.limits)
         need_pillow()
-        return [self._read(source) for source in sources]
+        is_alone = len(sources) == 1
+        return [self._read(source, is_alone=is_alone) for source in sources]
 
-    def _read(self, source: object) -> DecodedImage:
+    def _read(self, source: object, *, is_alone: bool) -> DecodedImage:
         if isinstance(source, DecodedImage):
             return source
         if not isinstance(source, VideoSource):
-            return self._prepared(self._image(source))
+            return self._prepared(self._image(source), is_alone=is_alone)
         if self.videos is None:
             raise video_error(
                 "got a video, but the model reads images only",
@@ -69,7 +71,7 @@ class PillowReader:
             )
         frames = self.videos.read(source, self._image)
         groups = group_frames(frames, self.videos.rules)
-        pixels = [self._pixels(*group.images) for group in groups]
+        pixels = [self._pixels(group.images, num_frames=len(group.images)) for group in groups]
         seconds = [group.second for group in groups]
         group_seconds = self.videos.rules.group / frames.sampled_fps
         return self.tokens.decode_video(self.videos.tokens, pixels, seconds, group_seconds)
@@ -88,22 +90,37 @@ class PillowReader:
             return decoded(source, self.limits)
         return as_image(source, self.limits)
 
-    def _prepared(self, image: Image) -> DecodedImage:
-        views = cut_views(image, self.rules)
-        return self.tokens.decode([self._pixels(view) for view in views.images], views.tiles)
+    def _prepared(self, image: Image, *, is_alone: bool) -> DecodedImage:
+        if self.tokens.tiles_alone and not is_alone:
+            views = pad_to_square(image, self.rules)
+        else:
+            views = cut_views(image, self.rules)
+        if not self.tokens.has_newline:
+            return self.tokens.decode([self._pixels([view]) for view in views.images], views.tiles)
+        pixels = self._pixels(views.images, views.tiles, (image.height, image.width))
+        return self.tokens.decode([pixels], views.tiles)
 
-    def _pixels(self, view: Image, *more_frames: Image) -> MediaPixels:
-        data = b"".join(frame.tobytes() for frame in (view, *more_frames))
-        digest = self._digest(view.height, view.width, data)
-        return MediaPixels(digest, view.height, view.width, data, 1 + len(more_frames))
+    def _pixels(
+        self,
+        views: Sequence[Image],
+        tiles: tuple[int, int] = (0, 0),
+        source: tuple[int, int] = (0, 0),
+        *,
+        num_frames: int = 1,
+    ) -> MediaPixels:
+        """Returns views of one size below each other, or the frames of a video."""
+        data = b"".join(view.tobytes() for view in views)
+        height, width = len(views) // num_frames * views[0].height, views[0].width
+        digest = self._digest((height, width, *tiles, *source), data)
+        return MediaPixels(digest, height, width, data, num_frames, tiles, source)
 
-    def _digest(self, height: int, width: int, data: bytes) -> bytes:
+    def _digest(self, sizes: tuple[int, ...], data: bytes) -> bytes:
         """Returns a digest of everything that determines the vision tower's output, except its
         weights.
         """
         scale = (self.rules.factor, *self.rules.mean, *self.rules.std)
         digest = blake2b(digest_size=DIGEST_BYTES, person=b"octavo image")
-        digest.update(struct.pack("<QQ7d", height, width, *scale))
+        digest.update(struct.pack("<6Q7d", *sizes, *scale))
         digest.update(data)
         return digest.digest()
 

@@ -21,7 +21,10 @@ STANDARD: Colors = ((0.5,) * 3, (0.5,) * 3)
 CLIP: Colors = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 """Means and standard deviations of colors for SigLIP and for CLIP."""
 
-BILINEAR, BICUBIC = 2, 3
+MAX_TILES = 1024
+"""Upper bound of the tiles of an image."""
+
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 
 
 class PixelSize(NamedTuple):
@@ -29,13 +32,17 @@ class PixelSize(NamedTuple):
     width: int
 
 
-Resize = Literal["area", "longest_edge", "square"]
+Resize = Literal["area", "longest_edge", "square", "crop", "tiles", "best_tiles", "padded_tiles"]
 """How an image is resized; `views.py` has a function for each."""
 
 DEFAULTS: dict[Resize, tuple[Colors, int]] = {
     "area": (CLIP, BICUBIC),
     "longest_edge": (CLIP, BICUBIC),
     "square": (STANDARD, BILINEAR),
+    "crop": (CLIP, BICUBIC),
+    "tiles": (STANDARD, LANCZOS),
+    "best_tiles": (CLIP, BICUBIC),
+    "padded_tiles": (CLIP, BICUBIC),
 }
 """Means and standard deviations, and resampling filter, that the files may omit."""
 
@@ -54,6 +61,10 @@ class ImageRules:
     """Area limits of an image that keeps its aspect ratio."""
     edge: int
     """Longest edge in pixels; or the shortest one of a square that is cropped; 0: not cropped."""
+    num_tiles: tuple[int, int]
+    """Fewest and most tiles that an image is divided into; (1, 1): it is not divided."""
+    resolutions: tuple[tuple[int, int], ...]
+    """Heights and widths that an image may be padded to before it is divided."""
     resample: int
     """Resampling filter, by Pillow's number."""
     factor: float
@@ -69,6 +80,7 @@ def image_rules(
     multiple: int,
     max_tokens: int,
     resize: Resize | None = None,
+    resolutions: tuple[tuple[int, int], ...] = (),
 ) -> ImageRules:
     """Reads the rules from the contents of preprocessor_config.json; {} for a model without this
     file.
@@ -98,6 +110,8 @@ def image_rules(
         min_pixels=_number("min_pixels", low),
         max_pixels=min(_number("max_pixels", high), max_tokens * multiple**2),
         edge=EDGES[resize](config, size, side),
+        num_tiles=_num_tiles(config, resize),
+        resolutions=resolutions,
         resample=config.get("resample", resample),
         factor=float(config.get("rescale_factor", 1 / 255)),
         mean=_colours("image_mean", config.get("image_mean") or mean),
@@ -117,6 +131,8 @@ def _longest_edge(config: Mapping[str, Any], size: Mapping[str, Any], side: int 
 
 def _cropped_edge(config: Mapping[str, Any], size: Mapping[str, Any], side: int | None) -> int:
     """Returns the shortest edge before cropping; 0 if the image is scaled to the square."""
+    if config.get("do_pad"):
+        raise _wrong("do_pad", True, "false")
     edge, crop = size.get("shortest_edge"), config.get("crop_size") or {}
     if edge is None:
         if size and {size.get("height"), size.get("width")} != {side}:
@@ -129,10 +145,34 @@ def _cropped_edge(config: Mapping[str, Any], size: Mapping[str, Any], side: int 
     return _number("size", edge)
 
 
+def _edge_of_tiles(config: Mapping[str, Any], size: Mapping[str, Any], side: int | None) -> int:
+    """Returns the longest edge before an image is divided into tiles."""
+    given = (config.get("max_image_size") or {}).get("longest_edge", side)
+    if given != side:
+        raise _wrong("max_image_size", given, f"the {side} pixels of the tower's images")
+    return _number("size", size.get("longest_edge") or 4 * (side or 1))
+
+
+def _num_tiles(config: Mapping[str, Any], resize: Resize) -> tuple[int, int]:
+    if resize == "tiles":
+        return (1, 1) if config.get("do_image_splitting") is False else (1, MAX_TILES)
+    if resize != "best_tiles" or config.get("crop_to_patches") is False:
+        return (1, 1)
+    fewest = _number("min_patches", config.get("min_patches", 1))
+    most = _number("max_patches", config.get("max_patches", 12))
+    if not fewest <= most <= MAX_TILES:
+        raise _wrong("max_patches", most, f"an integer from {fewest} to {MAX_TILES}")
+    return (fewest, most)
+
+
 EDGES: dict[Resize, Callable[[Mapping[str, Any], Mapping[str, Any], int | None], int]] = {
     "area": _no_edge,
     "longest_edge": _longest_edge,
     "square": _cropped_edge,
+    "crop": _cropped_edge,
+    "tiles": _edge_of_tiles,
+    "best_tiles": _cropped_edge,
+    "padded_tiles": _no_edge,
 }
 """Functions that read `ImageRules.edge`."""
 

@@ -12,16 +12,8 @@ import math
 from octavo.api.errors import UnsupportedModel
 from octavo.models.gemma3_text import build_gemma3
 from octavo.models.hf_config import HfConfig
-from octavo.models.vision import (
-    IMAGE,
-    ImageLayout,
-    VisionShape,
-    attend,
-    finish_vision,
-    patches,
-    refuse_unread_vision,
-    vision_config,
-)
+from octavo.models.vision import ImageLayout, refuse_unread_vision, vision_config
+from octavo.models.vit import Vit
 from octavo.program.builder import Builder
 from octavo.program.program import Program, Weight
 
@@ -39,7 +31,7 @@ def build(config: HfConfig) -> dict[str, Program]:
             f" {min(windows)} keys of a sliding window"
         )
     vision = vision_config(config)
-    tower = _tower(vision)
+    tower = Vit.read(vision, "siglip_vision_model", "vision_tower.").build(None)
     projector = _projector(vision, layout, hidden_size)
     refuse_unread_vision(vision)
     return {**decoder, "vision": tower, "projector": projector}
@@ -70,42 +62,6 @@ def image_layout(config: HfConfig) -> ImageLayout:
         is_whole=True,
         side=side,
     )
-
-
-def _tower(vision: HfConfig) -> Program:
-    shape = VisionShape(
-        hidden_size=vision.size("hidden_size", 768),
-        num_layers=vision.count("num_hidden_layers", 12),
-        num_heads=vision.size("num_attention_heads", 12),
-    )
-    shape.check()
-    patch_size, eps = vision.size("patch_size", 16), vision.number("layer_norm_eps", 1e-6)
-    width = vision.size("intermediate_size", 3072)
-    activation = vision.activation("hidden_act", "gelu_pytorch_tanh")
-    vision.without_effect("vision_use_head")
-    num_patches = (vision.size("image_size", 224) // patch_size) ** 2
-    kernel = (vision.size("num_channels", 3), patch_size, patch_size)
-    b = Builder("vision", shape.groups(IMAGE))
-    name = "vision_tower.embeddings"
-    x = patches(b, f"{name}.patch_embedding", shape.hidden_size, kernel, bias=True)
-    at = b.position_embedding(f"{name}.position_embedding", num_patches, shape.hidden_size)
-    x = b.add(x, at)
-    for i in range(shape.num_layers):
-        layer = f"vision_tower.encoder.layers.{i}"
-        normed = b.layer_norm(x, f"{layer}.layer_norm1", eps)
-        q, k, v = (
-            b.linear(normed, f"{layer}.self_attn.{part}_proj", shape.hidden_size, bias=True)
-            for part in "qkv"
-        )
-        attended = attend(b, (q, k, v), shape, i)
-        x = b.add(
-            x, b.linear(attended, f"{layer}.self_attn.out_proj", shape.hidden_size, bias=True)
-        )
-        inner = b.linear(b.layer_norm(x, f"{layer}.layer_norm2", eps), f"{layer}.mlp.fc1", width,
-                         bias=True)  # fmt: skip
-        made = b.linear(b.act(inner, activation), f"{layer}.mlp.fc2", shape.hidden_size, bias=True)
-        x = b.add(x, made)
-    return finish_vision(b, b.layer_norm(x, "vision_tower.post_layernorm", eps))
 
 
 def _projector(vision: HfConfig, layout: ImageLayout, hidden_size: int) -> Program:

@@ -13,7 +13,6 @@ from octavo.models.qwen2_vl import (
     EPS,
     build_text,
     get_patch_shape,
-    get_rope_theta,
     merger,
     read_shape,
     turned_qkv,
@@ -25,6 +24,7 @@ from octavo.models.vision import (
     ImageLayout,
     attend,
     finish_vision,
+    get_axial_theta,
     patches,
     refuse_unread_vision,
     vision_config,
@@ -66,7 +66,7 @@ def _tower(vision: HfConfig) -> Program:
         vision.activation("hidden_act", "silu"),
     )
     over_all = vision.integers("fullatt_block_indexes") or (7, 15, 23, 31)
-    rope = shape.axial_rope(get_rope_theta(vision))
+    rope = shape.axial_rope(get_axial_theta(vision))
     b = Builder("vision", shape.groups(IMAGE, WINDOW))
     x = patches(
         b, "visual.patch_embed.proj", shape.hidden_size, get_patch_shape(vision), bias=False

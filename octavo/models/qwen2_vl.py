@@ -6,7 +6,6 @@ Wang et al. 2024. Videos are not supported.
 
 from __future__ import annotations
 
-from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import TOWERS
 from octavo.models.decoder import DecoderShape, Frame
 from octavo.models.hf_config import HfConfig
@@ -21,7 +20,9 @@ from octavo.models.vision import (
     VisionShape,
     attend,
     finish_vision,
+    get_axial_theta,
     patches,
+    quick_gelu,
     refuse_unread_vision,
     vision_config,
 )
@@ -31,9 +32,6 @@ from octavo.program.program import Program, Value
 
 EPS = 1e-6
 """Epsilon of the tower's norms; not in the config."""
-
-QUICK_GELU = 1.702
-"""Factor of quick GELU, x * sigmoid(1.702 x)."""
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -107,22 +105,12 @@ def turned_qkv(
     return b.rope(q, shape.num_heads, rope), b.rope(k, shape.num_heads, rope), v
 
 
-def get_rope_theta(vision: HfConfig) -> float:
-    """Returns the RoPE base of the tower."""
-    given = vision.table("rope_parameters")
-    if given.get("rope_type", "axial") != "axial":
-        raise UnsupportedModel(
-            f"config.json: rope_type in vision_config is {given['rope_type']!r}, expected 'axial'"
-        )
-    return float(given.get("rope_theta", 10_000.0))
-
-
 def _tower(vision: HfConfig) -> Program:
     shape = read_shape(vision, width="embed_dim")
     vision.without_effect("hidden_size", "spatial_merge_size", "spatial_patch_size")
     vision.refuse_unless("hidden_act", "quick_gelu")
     inner_width = int(shape.hidden_size * vision.positive("mlp_ratio", 4))
-    rope = shape.axial_rope(get_rope_theta(vision))
+    rope = shape.axial_rope(get_axial_theta(vision))
     b = Builder("vision", shape.groups(IMAGE))
     x = patches(
         b, "visual.patch_embed.proj", shape.hidden_size, get_patch_shape(vision), bias=False
@@ -135,8 +123,9 @@ def _tower(vision: HfConfig) -> Program:
         inner = b.linear(
             b.layer_norm(x, f"{layer}.norm2", EPS), f"{layer}.mlp.fc1", inner_width, bias=True
         )
-        active = b.scale(b.act(b.scale(inner, QUICK_GELU), "silu"), 1 / QUICK_GELU)
-        x = b.add(x, b.linear(active, f"{layer}.mlp.fc2", shape.hidden_size, bias=True))
+        x = b.add(
+            x, b.linear(quick_gelu(b, inner), f"{layer}.mlp.fc2", shape.hidden_size, bias=True)
+        )
     normed = b.layer_norm(x, "visual.merger.ln_q", EPS)
     return finish_vision(b, normed)
 

@@ -17,7 +17,7 @@ from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.models.mlps import plain_mlp
 from octavo.models.mrope import mrope_table
-from octavo.models.qwen2_vl import EPS, get_patch_shape, get_rope_theta, read_shape, turned_qkv
+from octavo.models.qwen2_vl import EPS, get_patch_shape, read_shape, turned_qkv
 from octavo.models.qwen2_vl import image_layout as flat_layout
 from octavo.models.vision import (
     IMAGE,
@@ -26,6 +26,7 @@ from octavo.models.vision import (
     VideoLayout,
     attend,
     finish_vision,
+    get_axial_theta,
     interpolated_positions,
     patches,
     refuse_unread_vision,
@@ -132,7 +133,7 @@ def _tower(vision: HfConfig, tapped: Mapping[int, int]) -> Program:
     width = vision.size("intermediate_size", 4304)
     activation = vision.activation("hidden_act", "gelu_pytorch_tanh")
     rope, kernel = (
-        shape.axial_rope(get_rope_theta(vision)),
+        shape.axial_rope(get_axial_theta(vision)),
         get_patch_shape(vision, patch_size=PATCH_SIZE),
     )
     b = Builder("vision", shape.groups(IMAGE))

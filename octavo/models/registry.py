@@ -28,6 +28,13 @@ class ModelFamily(NamedTuple):
     """Whether the native backend supports it; torch and reference support every family."""
     gguf_as: str | None = None
     """GGUF architecture under which llama.cpp stores the family, if it is another family's name."""
+    module: str | None = None
+    """Module that builds the family, if it is not named after the model_type."""
+
+
+def _image_text(models: str) -> ModelFamily:
+    """Returns a family that `image_text.py` builds."""
+    return ModelFamily(models, module="image_text")
 
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -74,13 +81,18 @@ FAMILIES: dict[str, ModelFamily] = {
     "gte": ModelFamily("GTE multilingual, Arctic Embed 2 M", "encoder"),
     "hunyuan_v1_dense": ModelFamily("Hunyuan 0.5B to 7B"),
     "hunyuan_v1_moe": ModelFamily("Hunyuan-A13B", "experts"),
+    "idefics3": _image_text("Idefics 3"),
     "internlm3": ModelFamily("InternLM3", gguf_as="llama"),
+    "internvl": _image_text("InternVL 3"),
     "jamba": ModelFamily("Jamba", "experts"),
     "jina_embeddings_v3": ModelFamily("Jina embeddings v3, without adapters", "encoder"),
     "lfm2": ModelFamily("LFM2"),
     "lfm2_moe": ModelFamily("LFM2-8B-A1B", "experts"),
     "llama": ModelFamily("Llama 2 and 3, SmolLM2, TinyLlama, Yi"),
+    "llava": _image_text("LLaVA 1.5, Pixtral 12B"),
     "llama4_text": ModelFamily("Llama 4 Scout, Maverick", "experts"),
+    "llava_next": _image_text("LLaVA-NeXT 1.6"),
+    "llava_onevision": _image_text("LLaVA-OneVision"),
     "m2m_100": ModelFamily("M2M-100, NLLB-200", "encoder-decoder"),
     "mamba": ModelFamily("Mamba"),
     "mamba2": ModelFamily("Mamba 2, Codestral Mamba"),
@@ -89,6 +101,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "minimax_m2": ModelFamily("MiniMax-M2, M2.1, M2.5", "experts"),
     "ministral3": ModelFamily("Ministral 3"),
     "mistral": ModelFamily("Mistral 7B", gguf_as="llama"),
+    "mistral3": _image_text("Mistral Small 3.1 and 3.2, Ministral 3 with images"),
     "mixtral": ModelFamily("Mixtral", "experts", gguf_as="llama"),
     "modernbert": ModelFamily("ModernBERT, GTE, Granite embeddings", "encoder"),
     "mpnet": ModelFamily("all-mpnet", "encoder"),
@@ -103,6 +116,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "olmo3": ModelFamily("OLMo 3", gguf_as="olmo2"),
     "olmoe": ModelFamily("OLMoE", "experts"),
     "opt": ModelFamily("OPT"),
+    "paligemma": _image_text("PaliGemma, PaliGemma 2"),
     "phi": ModelFamily("Phi-1.5, Phi-2"),
     "phi3": ModelFamily("Phi-3, Phi-4"),
     "phimoe": ModelFamily("Phi-3.5-MoE", "experts"),
@@ -122,13 +136,14 @@ FAMILIES: dict[str, ModelFamily] = {
     "roberta": ModelFamily("RoBERTa", "encoder", gguf_as="bert"),
     "seed_oss": ModelFamily("Seed-OSS"),
     "smollm3": ModelFamily("SmolLM3"),
+    "smolvlm": _image_text("SmolVLM, SmolVLM2"),
     "stablelm": ModelFamily("StableLM"),
     "starcoder2": ModelFamily("StarCoder2"),
     "t5": ModelFamily("T5, Flan-T5", "encoder-decoder"),
     "whisper": ModelFamily("Whisper", "encoder-decoder"),
     "xlm-roberta": ModelFamily("XLM-R, multilingual E5, BGE-M3", "encoder", gguf_as="bert"),
 }
-"""Families by Hugging Face model_type; each has a module here (with _ for -)."""
+"""Families by Hugging Face model_type; each has a module here (with _ for -), or names one."""
 
 
 def check_family(config: Mapping[str, Any]) -> None:
@@ -141,7 +156,9 @@ def check_family(config: Mapping[str, Any]) -> None:
 
 
 def _module(model_type: str) -> Any:
-    return import_module(f"octavo.models.{model_type.replace('-', '_')}")
+    family = FAMILIES.get(model_type)
+    name = (family and family.module) or model_type.replace("-", "_")
+    return import_module(f"octavo.models.{name}")
 
 
 def image_layout(config: Mapping[str, Any]) -> ImageLayout | None:

@@ -28,10 +28,29 @@ TOWER = ("vision", "projector")
 TAPS = 4
 """Table rows of a bilinearly interpolated position embedding."""
 
+NEWLINE = "newline"
+"""Program of the row after each line of an image, if a model has one."""
+
 KEPT_LAYERS = 2
 """Number of layers whose keys are stored. Each layer's keys are read only by that layer, so two
 sets alternate; with one, a layer could overwrite keys that slower threads still read.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class TileTexts:
+    """Texts around the tokens of an image that is divided into tiles, with a view of the entire
+    image at the end.
+    """
+
+    tile: str
+    """Before the tokens of a tile; contains {row} and {column}, counted from 1."""
+    row_end: str
+    entire: str
+    """Before the tokens of the entire image."""
+    after_tiles: str
+    """Before `entire` if there are tiles."""
+    end: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +96,25 @@ class ImageLayout:
     """Whether an image's decoder rows attend to one another."""
     side: int | None = None
     """Fixed side of every image in pixels; None: the aspect ratio is kept."""
-    resize: Literal["area", "longest_edge", "square"] | None = None
+    resize: (
+        Literal["area", "longest_edge", "square", "crop", "tiles", "best_tiles", "padded_tiles"]
+        | None
+    ) = None
     """How images are resized; None: to `side`, or within an area if the aspect ratio is kept."""
-    line_end: int | None = None
-    """Text token after each line of image tokens."""
-    image_end: int | None = None
-    """Text token that replaces the last `line_end`."""
+    tile_texts: TileTexts | None = None
+    resolutions: tuple[tuple[int, int], ...] = ()
+    """Heights and widths that an image of padded tiles may be padded to."""
+    max_tiles: int | None = None
+    """Most tiles whose rows are not scaled down; None: any number."""
+    tiles_alone: bool = False
+    """Whether only the image of a prompt with one image is divided into tiles."""
+    prefix: tuple[str, str] | None = None
+    """Texts after the images and after the prompt, if all tokens of a prompt with images attend to
+    one another; None: text is causal."""
+    line_end: str | None = None
+    """Text of the token after each line of image tokens."""
+    image_end: str | None = None
+    """Text of the token that replaces the last `line_end`."""
     has_class_row: bool = False
     """Whether the tower computes a class row before the patches."""
     splits_columns: bool = False
@@ -162,6 +194,16 @@ def vision_config(config: HfConfig) -> HfConfig:
     return HfConfig(config.table("vision_config"))
 
 
+def get_axial_theta(vision: HfConfig) -> float:
+    """Returns the base of a tower's RoPE by row and column."""
+    given = vision.table("rope_parameters")
+    if given.get("rope_type", "axial") != "axial":
+        raise UnsupportedModel(
+            f"config.json: rope_type in vision_config is {given['rope_type']!r}, expected 'axial'"
+        )
+    return float(given.get("rope_theta") or vision.positive("rope_theta", 10_000.0))
+
+
 def refuse_unread_vision(vision: HfConfig) -> None:
     """Raises UnsupportedModel if a key of the tower's config was not read."""
     vision.without_effect("model_type", "initializer_range", "attention_dropout", "dtype")
@@ -214,6 +256,14 @@ def attend(
         scale=shape.head_dim**-0.5,
         mask="full",
     )
+
+
+QUICK_GELU = 1.702
+"""Factor of quick GELU, x * sigmoid(1.702 x)."""
+
+
+def quick_gelu(b: Builder, x: Value) -> Value:
+    return b.scale(b.act(b.scale(x, QUICK_GELU), "silu"), 1 / QUICK_GELU)
 
 
 def finish_vision(b: Builder, x: Value) -> Program:

@@ -268,6 +268,18 @@ class VideoSource:
     """Frames per second of a list of frames; None: the rate at which the model samples."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixPrompt:
+    """Form of a prompt with images whose tokens all attend to one another (PaliGemma)."""
+
+    begin: str
+    """Special token between the last image and the text."""
+    end: str
+    """Text after the prompt's."""
+    max_tokens: int
+    """Most tokens of such a prompt, which one step computes."""
+
+
 class ImageReader(Protocol):
     """Reads images of requests. Implemented by `media/reader.py`."""
 
@@ -286,6 +298,11 @@ class ImageReader(Protocol):
         """Placeholder texts of an image in a prompt, and their replacements, each of which contains
         the token once.
         """
+        ...
+
+    @property
+    def prefix(self) -> PrefixPrompt | None:
+        """Form of prompts with images; None: their text tokens are causal."""
         ...
 
     def read(self, sources: Sequence[Any]) -> list[DecodedImage]:

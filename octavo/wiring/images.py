@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
-from octavo.api.errors import ConfigError
+from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.checkpoint.dummy import DummyWeights
 from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
@@ -25,9 +26,9 @@ from octavo.media.reader import PillowReader
 from octavo.media.rules import ImageRules, image_rules, rules_file, video_rules_file
 from octavo.media.video import VideoReader, video_rules
 from octavo.models.registry import build_programs, image_layout
-from octavo.models.vision import TOWER, ImageLayout
+from octavo.models.vision import NEWLINE, TOWER, ImageLayout
 from octavo.program.program import Program
-from octavo.text.ports import ImageReader, Tokenizer
+from octavo.text.ports import ImageReader, PrefixPrompt, Tokenizer
 from octavo.wiring.speculation.draft import add_footprints
 from octavo.worker.media.image_tower import ImageTower
 from octavo.worker.media.patches import PixelScale
@@ -47,7 +48,7 @@ def make_image_reader(
 ) -> ImageReader | None:
     """Builds the reader of images in prompts; None if the model reads no images."""
     layout = get_image_layout(config, checkpoint)
-    if layout is None:
+    if layout is None or (tokenizer is None and (layout.line_end or layout.tile_texts)):
         return None
     media = config.media
     folder = None if media.media_dir is None else expand_path(media.media_dir)
@@ -68,9 +69,10 @@ def make_image_reader(
     return PillowReader(
         rules,
         limits,
-        _tokens(layout),
+        _tokens(layout, tokenizer),
         _replacements(layout, tokenizer) | _video_replacements(layout, tokenizer),
         _video_reader(config, checkpoint, layout, limits, rules, tokenizer=tokenizer),
+        _prefix(config, checkpoint, layout),
     )
 
 
@@ -138,7 +140,7 @@ def load_tower(
     if layout is None:
         return None
     whole = build_programs(checkpoint.config)
-    programs = {name: whole[name] for name in TOWER}
+    programs = {name: whole[name] for name in (*TOWER, NEWLINE) if name in whole}
     rules = _rules(config, checkpoint, layout)
     backend = make_backend(_tower_options(options, layout, rules))
     is_dummy = config.model.load_format == "dummy"
@@ -206,17 +208,64 @@ def _rules(config: EngineConfig, checkpoint: ModelHeader, layout: ImageLayout) -
         multiple=layout.multiple,
         max_tokens=config.media.max_image_tokens,
         resize=layout.resize,
+        resolutions=layout.resolutions,
     )
 
 
-def _tokens(layout: ImageLayout) -> ImageTokens:
+def _prefix(
+    config: EngineConfig, checkpoint: ModelHeader, layout: ImageLayout
+) -> PrefixPrompt | None:
+    if layout.prefix is None:
+        return None
+    groups = build_programs(checkpoint.config)["decoder"].groups
+    windows = [group.window for group in groups if group.window is not None]
+    room = config.scheduler.max_num_batched_tokens - config.scheduler.max_num_seqs
+    return PrefixPrompt(*layout.prefix, max_tokens=min([room, *windows]))
+
+
+def _tokens(layout: ImageLayout, tokenizer: Tokenizer | None) -> ImageTokens:
+    def get_id(text: str | None) -> int | None:
+        """Returns the id of a special token."""
+        if text is None or tokenizer is None:
+            return None
+        token_ids = tokenizer.encode(text, allow_special_text=True, add_special_tokens=False)
+        if len(token_ids) != 1:
+            raise UnsupportedModel(f"tokenizer.json: has no token {text!r}, which images need")
+        return token_ids[0]
+
     return ImageTokens(
         token_id=layout.token_id,
         multiple=layout.multiple,
         is_whole=layout.is_whole,
-        line_end=layout.line_end,
-        image_end=layout.image_end,
+        line_end=get_id(layout.line_end),
+        image_end=get_id(layout.image_end),
+        has_newline=layout.resize == "padded_tiles",
+        max_tiles=layout.max_tiles,
+        tiles_alone=layout.tiles_alone,
+        tile_tokens=_tile_tokens(layout, tokenizer),
     )
+
+
+def _tile_tokens(
+    layout: ImageLayout, tokenizer: Tokenizer | None
+) -> Callable[[int, int], list[int]] | None:
+    texts = layout.tile_texts
+    if texts is None or tokenizer is None:
+        return None
+    view = tokenizer.token_text(layout.token_id)
+
+    @cache
+    def encode(rows: int, columns: int) -> list[int]:
+        text = ""
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                text += texts.tile.format(row=row, column=column) + view
+            text += texts.row_end
+        text += texts.after_tiles if rows else ""
+        text += texts.entire + view + texts.end
+        return tokenizer.encode(text, allow_special_text=True, add_special_tokens=False)
+
+    return encode
 
 
 def _check_fits(config: EngineConfig, layout: ImageLayout, rules: ImageRules) -> None:
@@ -250,4 +299,4 @@ def tower_programs(checkpoint: ModelHeader) -> list[Program]:
     if image_layout(checkpoint.config) is None:
         return []
     programs = build_programs(checkpoint.config)
-    return [programs[name] for name in TOWER]
+    return [programs[name] for name in (*TOWER, NEWLINE) if name in programs]

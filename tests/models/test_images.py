@@ -25,10 +25,11 @@ from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.images import make_image_reader
 from octavo.wiring.model import build_tokenizer, load_model, open_model
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.media.image_tower import square_views
 from octavo.worker.media.patches import cut_patches
 from octavo.worker.media.step_media import StepMedia, get_positions
 from octavo.worker.model_input import gather
-from tests.support.tiny_images import FAMILIES, IMAGE_ID, picture, processor_of, seeing_model
+from tests.support.tiny_images import ALL, IMAGE_ID, QWEN, picture, processor_of, seeing_model
 from tests.support.tiny_models import double_precision, in_float64
 
 torch.set_num_threads(1)
@@ -129,19 +130,30 @@ def oracle(family: str) -> Any:
     return in_float64(seeing_model(family).tiny.model)
 
 
+READ = ("image_grid_thw", "image_sizes", "pixel_attention_mask", "batch_num_images")
+"""Inputs of transformers' models besides pixels that their image processors make."""
+EXTRA = {
+    "gemma3": lambda kinds: {"token_type_ids": kinds},
+    "paligemma": lambda kinds: {"token_type_ids": kinds * 0},
+    "paligemma:2": lambda kinds: {"token_type_ids": kinds * 0},
+}
+"""Inputs of transformers' models that their image processors do not make."""
+
+
 def expected(family: str, placed: PromptWithImages, seeds: Sequence[int]) -> NDArray:
     """Returns transformers' logits of a prompt with images."""
     sizes = [(45, 37), (30, 52), (20, 20)]
     images = [picture(seed, *sizes[seed % 3]) for seed in seeds]
-    made = processor_of(family)(images=images, return_tensors="pt")
+    given = [images] if family == "llava_onevision" else images  # of one prompt
+    made = processor_of(family)(images=given, return_tensors="pt")
     ids = torch.tensor([placed.token_ids])
     kinds = (ids == IMAGE_ID).int()
-    inputs: dict[str, Any] = {"pixel_values": made["pixel_values"].double()}
-    if family == "gemma3":
-        inputs["token_type_ids"] = kinds
-    else:
-        inputs |= {"image_grid_thw": made["image_grid_thw"], "mm_token_type_ids": kinds}
+    inputs = {name: made[name] for name in made if name in READ}
+    inputs["pixel_values"] = made["pixel_values"].double()
+    if family in QWEN:
+        inputs["mm_token_type_ids"] = kinds
         inputs |= interpolation(oracle(family).model.visual, made["image_grid_thw"])
+    inputs |= EXTRA.get(family, lambda kinds: {})(kinds)
     with double_precision():
         logits = oracle(family)(input_ids=ids, use_cache=False, **inputs).logits
     found: NDArray = logits[0].numpy()
@@ -170,7 +182,7 @@ def text_of(family: str) -> str:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_logits_equal_transformers(family, backend):
     placed = runner(family, backend).placed(text_of(family), 0, 1)
     (found,) = runner(family, backend).logits([placed], [[len(placed.token_ids)]])
@@ -179,21 +191,44 @@ def test_logits_equal_transformers(family, backend):
     assert error < TOLERANCE[backend]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tiles_are_packed_as_by_transformers(seed):
+    """OneVision divides only an image that is alone into tiles, whose rows it may scale down."""
+    family = "llava_onevision"
+    placed = runner(family, "reference").placed("Look: <image>", seed)
+    (found,) = runner(family, "reference").logits([placed], [[len(placed.token_ids)]])
+    wanted = expected(family, placed, (seed,))
+    assert np.abs(found - wanted).max() / np.abs(wanted).max() < TOLERANCE["torch"]
+
+
+@pytest.mark.parametrize("family", ALL)
 def test_pixels_equal_those_of_transformers_processor(family):
     run = runner(family, "reference")
     (image,) = run.images.read([picture(1, 30, 52)])
     made = processor_of(family)(images=[picture(1, 30, 52)], return_tensors="np")
     tower = run.loaded.tower
     assert tower is not None
-    patches = cut_patches(image.pixels[0], tower.layout, tower.scale)
     wanted = np.asarray(made["pixel_values"])
-    if family == "gemma3":
+    patches = cut_patches(image.pixels[0], tower.layout, tower.scale)
+    if wanted.ndim >= 4:
+        views = wanted.reshape(-1, *wanted.shape[-3:])
+        pixels = [view for one in image.pixels for view in square_views(one)]
+        assert len(views) == len(pixels)
         size, cell = tower.layout.patch_size, tower.layout.cell
-        cells = wanted.shape[-1] // (size * cell)
-        by_cell = wanted.reshape(3, cells, cell, size, cells, cell, size)
-        wanted = by_cell.transpose(1, 4, 2, 5, 0, 3, 6).reshape(len(patches.rows), -1)
-        found = patches.rows
+        num_pixels = 3 * size * size
+        cut = [
+            view[:, : rows * size * cell, : columns * size * cell].reshape(
+                3, rows, cell, size, columns, cell, size
+            )
+            for view, one in zip(views, pixels, strict=True)
+            for rows, columns in [tower.layout.get_grid(one.height, one.width)]
+        ]
+        wanted = np.concatenate(
+            [one.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, num_pixels) for one in cut]
+        )
+        found = np.concatenate(
+            [cut_patches(view, tower.layout, tower.scale).rows for view in pixels]
+        )
     else:
         pixels = patches.rows[:, : wanted.shape[-1]]
         units = pixels.reshape(len(patches.cell_order), -1)
@@ -204,7 +239,7 @@ def test_pixels_equal_those_of_transformers_processor(family):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_alone_batched_and_chunked_are_the_same_bits(family):
     run = runner(family, "native")
     first = run.placed(text_of(family), 0, 1)

@@ -21,7 +21,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.checkpoint.weights import WeightReader
 from tests.models.test_seq2seq import computed_table
 from tests.models.test_t5 import logits as answers
-from tests.support.every_family import EVERY_FAMILY, OLDER, copy_modules, tiny_of
+from tests.support.every_family import EVERY_FAMILY, NESTED, OLDER, copy_modules, tiny_of
 from tests.support.paged_runner import PagedRunner, backend_named
 from tests.support.tiny_models import double_precision, in_float64
 from tests.support.tiny_other_shapes import CONFIGS, ENCODERS
@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 
 TOLERANCE = {"reference": 1e-9, "native": 3e-5}
 IDS = np.random.default_rng(4).integers(3, 130, 60)
-SEEN_APART = (*CONFIGS, "whisper")
+SEEN_APART = (*CONFIGS, *NESTED, "whisper")
 """Families whose inputs are no token ids alone: test_images.py and test_whisper.py have them."""
 CASES = [
     (family, version)

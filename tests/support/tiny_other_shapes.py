@@ -86,6 +86,14 @@ QWEN3_5_VISION = {
     "patch_size": 4,
     "num_position_embeddings": 16,
 }
+PLAIN_TEXT = {**TEXT, "num_hidden_layers": 2}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {
@@ -159,6 +167,79 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **QWEN_TOKENS,
     },
 }
+
+IDEFICS3 = {
+    "text_config": {**PLAIN_TEXT, "model_type": "llama"},
+    "vision_config": {**VISION, "image_size": 16},
+    "image_token_id": IMAGE_ID,
+}
+IMAGE_TEXT: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "text_config": {**PLAIN_TEXT, "model_type": "mistral", "head_dim": 16},
+        "vision_config": {**VISION, "model_type": "pixtral", "image_size": 64},
+        "image_token_index": IMAGE_ID,
+        "tie_word_embeddings": False,
+    },
+    "llava": {
+        "text_config": {**PLAIN_TEXT, "model_type": "llama"},
+        "vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 24},
+        "image_token_index": IMAGE_ID,
+    },
+    "llava:pixtral": {
+        "text_config": {**PLAIN_TEXT, "model_type": "mistral", "head_dim": 16},
+        "vision_config": {**VISION, "model_type": "pixtral", "image_size": 64},
+        "image_token_index": IMAGE_ID,
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+    },
+    "idefics3": IDEFICS3,
+    "smolvlm": IDEFICS3,
+    "internvl": {
+        "text_config": {**PLAIN_TEXT, "model_type": "qwen2"},
+        "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        "image_token_id": IMAGE_ID,
+        "tie_word_embeddings": False,
+    },
+    "internvl:6b": {
+        "text_config": {**PLAIN_TEXT, "model_type": "llama"},
+        "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]}
+        | {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": True}
+        | {"use_mean_pooling": False},
+        "image_token_id": IMAGE_ID,
+    },
+    "paligemma": {
+        "text_config": {**PLAIN_TEXT, "model_type": "gemma", "head_dim": 16},
+        "vision_config": {**VISION, "model_type": "siglip_vision_model", "image_size": 16},
+        "image_token_index": IMAGE_ID,
+        "projection_dim": 64,
+    },
+    "paligemma:2": {
+        "text_config": {**PLAIN_TEXT, "model_type": "gemma2", "head_dim": 16},
+        "vision_config": {**VISION, "model_type": "siglip_vision_model", "image_size": 16},
+        "image_token_index": IMAGE_ID,
+        "projection_dim": 64,
+    },
+    "llava_next": {
+        "text_config": {**PLAIN_TEXT, "model_type": "mistral"},
+        "vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 16},
+        "image_token_index": IMAGE_ID,
+        "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [16, 48]],
+    },
+    "llava_onevision": {
+        "text_config": {**PLAIN_TEXT, "model_type": "qwen2"},
+        "vision_config": {**VISION, "model_type": "siglip_vision_model", "image_size": 16},
+        "image_token_index": IMAGE_ID,
+        "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 48], [48, 32], [48, 48]],
+        "vision_aspect_ratio": "anyres_max_3",
+    },
+    "llava:siglip": {
+        "text_config": {**PLAIN_TEXT, "model_type": "qwen2"},
+        "vision_config": {**VISION, "model_type": "siglip_vision_model", "image_size": 27},
+        "image_token_index": IMAGE_ID,
+        "vision_feature_select_strategy": "full",
+    },
+}
+"""Models of `image_text.py`: by model type, and after a colon what distinguishes several of one."""
 
 GEMMA4_TEXT = {
     **TEXT,

@@ -71,6 +71,11 @@ class MediaItem(msgspec.Struct, frozen=True):
         """One past the index of its last token."""
         return self.start + self.num_tokens
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether an encoder computes its rows; otherwise the range is one of text."""
+        return self.grid != (0, 0)
+
 
 class MediaPixels(msgspec.Struct, frozen=True):
     """Pixels of an image or of a video's frames, resized for the model."""
@@ -81,6 +86,11 @@ class MediaPixels(msgspec.Struct, frozen=True):
     data: bytes
     """Rows of pixels, three bytes each: red, green, blue; frame by frame."""
     num_frames: int = 1
+    tiles: tuple[int, int] = (0, 0)
+    """Rows and columns of tiles below a square view of the entire image, each of `width` x `width`
+    pixels, which are packed without their padding; (0, 0): one view."""
+    source: tuple[int, int] = (0, 0)
+    """Height and width of the image that was padded to `tiles`."""
 
 
 class EncoderInput(msgspec.Struct, frozen=True):

@@ -84,7 +84,8 @@ def _step_bytes(optimized: Program, max_tokens: int) -> int:
     """
     program = sort_token_ops_first(optimized)
     floats = plan_arena(program, get_stages(program)).row_floats
-    widest = max(op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear))
+    widths = [op.x.width for op in program.ops if isinstance(op, Linear | GroupedLinear)]
+    widest = max(widths, default=0)
     converted = 3 * widest + 16 * -(-widest // GROUP)
     tokens = 4 * floats.get("tokens", 0) + 4 * floats.get("block", 0) + 2 * converted
     experts = 4 * floats.get("expert_rows", 0) + converted

@@ -59,6 +59,7 @@ def cut_patches(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> P
     rows, columns = layout.get_grid(image.height, image.width)
     order, counts = _windows(rows, columns, layout.window)
     size, cell = layout.patch_size, layout.cell
+    frames = frames[:, : rows * layout.multiple, : columns * layout.multiple]
     cut = scale.apply(frames).reshape((len(frames), rows, cell, size, columns, cell, size, -1))
     by_cell = cut.transpose((1, 4, 2, 5, 7, 0, 3, 6))  # cells, patches, colors, frames, pixels
     num_colours = by_cell.shape[4]
@@ -150,7 +151,9 @@ def tower_batch(
     return StepBatch(
         token_ids=np.zeros(count, np.int32),
         places=places,
-        positions=np.pad(patches.positions + num_extra, ((0, 0), (num_extra, 0))),
+        positions=np.ascontiguousarray(
+            np.pad(patches.positions + num_extra, ((0, 0), (num_extra, 0)))
+        ),
         query_starts=starts,
         context_lens=np.array(contexts, np.int32).reshape(len(groups), num),
         slots=np.array(slots, np.int32).reshape(len(groups), count),

@@ -77,6 +77,11 @@ class StepMedia:
             if self._num_axes > 1:
                 model_input.positions[:, part] = get_positions(places, media, self._num_axes)
             for item in media:
+                if item.is_whole:
+                    together = part.start + np.flatnonzero(
+                        (places >= item.start) & (places < item.end)
+                    )
+                    limits[together] = np.maximum(limits[together], item.end)
                 inside, at = find_rows(places, item)
                 if not len(inside):
                     continue
@@ -84,8 +89,6 @@ class StepMedia:
                 first = sum(map(len, image_rows))
                 row_indices[token_indices] = first + np.arange(len(inside), dtype=np.int32)
                 image_rows.append(self._get_rows(item)[at])
-                if item.is_whole:
-                    limits[token_indices] = item.end
         if image_rows:
             model_input.given, model_input.given_rows = (
                 np.concatenate(image_rows),
@@ -112,6 +115,8 @@ def find_rows(
     places: NDArray[np.int32], item: MediaItem
 ) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
     """Returns which of the tokens at `places` are rows of a medium, and which row each is."""
+    if not item.is_encoded:
+        return np.zeros(0, np.intp), np.zeros(0, np.int32)
     inside = np.flatnonzero((places >= item.start) & (places < item.end))
     index = places[inside] - item.start
     if not item.line_tokens:
