@@ -154,6 +154,7 @@ void bind_plan(nb::module_& m) {
     bind_op<RopeSpec>(m, builder, "RopeSpec");
     bind_op<KvWriteSpec>(m, builder, "KvWriteSpec");
     bind_op<ElementwiseSpec>(m, builder, "ElementwiseSpec");
+    bind_op<XieluSpec>(m, builder, "XieluSpec");
     bind_op<MixSpec>(m, builder, "MixSpec");
     bind_op<GatherSpec>(m, builder, "GatherSpec");
     bind_op<PoolSpec>(m, builder, "PoolSpec");

@@ -89,6 +89,11 @@ struct Norm {
     float threshold = 0;  // after the norm, values of smaller magnitude become 0
 };
 
+// out = positive * x^2 + beta * x if x > 0, else negative * (e^min(x, eps) - 1 - x) + beta * x; eps < 0.
+struct XieluArgs {
+    float positive = 0, negative = 0, beta = 0, eps = 0;
+};
+
 // Operations on a tile of sums before it is stored, in this order: bias, activation or gate, residual. With
 // `gated`: out = f(gate) * (up + up_offset), where f is the activation, or g * sigmoid(alpha * g) if alpha
 // is not 1.

@@ -71,6 +71,7 @@ const KernelTable kTable = {
     .read_row = read_row,
     .norm_row = norm_row,
     .activate = activate,
+    .xielu = xielu,
     .rope_head = rope_head,
     .kv_store = kv_store,
     .attention = attention,

@@ -23,6 +23,7 @@ struct ScanArgs {
     int32_t num_rows, state_size;
     bool by_state;  // whether each element of the state has its own decay
     bool by_lane;  // whether each column is a head with its own step size
+    bool dt_by_state;  // whether each row of a head's state has its own step size; delta rule only
     float low, high;  // bounds of the step size
 };
 
@@ -30,7 +31,7 @@ struct ScanArgs {
 struct ScanLanes {
     int32_t column, count, head;
     const float* decay;  // [state_size or 1][16], exp(a_log)
-    const float *skip, *bias;  // [16]; bias may be null
+    const float *skip, *bias;  // [16]; bias may be null, and is [state_size] with dt_by_state
     const float* b;  // of the first row, for these columns
     const float* c;
     const float* from;  // state before the rows; null: zeros

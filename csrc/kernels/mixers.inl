@@ -21,16 +21,6 @@ void short_conv(const ShortConvArgs& args, const float* const* rows, float* out)
     }
 }
 
-// log(1 + e^x) = max(x, 0) + log1p(e^-|x|), where log1p(e) = 2 atanh(e / (2 + e)) as a series: its argument
-// is at most 1/3, so eight terms have an error of 1e-8.
-OCTAVO_INLINE vf softplus(vf x) {
-    const vf e = exp(min(x, -x)), s = e / (e + 2.0f), q = s * s;
-    vf series = splat(1.0f / 15);
-    for (const float term : {1.0f / 13, 1.0f / 11, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f})
-        series = fma(series, q, splat(term));
-    return max(x, vf{}) + 2.0f * s * series;
-}
-
 template <bool kByState>
 void scan(const ScanArgs& args, const ScanLanes& lanes) {
     const vf skip = load(lanes.skip), bias = lanes.bias ? load(lanes.bias) : vf{};
@@ -58,18 +48,29 @@ void scan(const ScanArgs& args, const ScanLanes& lanes) {
 }
 
 // The gated delta rule: the difference between x and the state's value for key b is added to the state.
+// kByState: each row of the state has its own step size.
+template <bool kByState>
 void delta_scan(const ScanArgs& args, const ScanLanes& lanes) {
-    const vf skip = load(lanes.skip), bias = lanes.bias ? load(lanes.bias) : vf{};
-    const vf rate_of_decay = load(lanes.decay);
+    const vf skip = load(lanes.skip), bias = lanes.bias && !kByState ? load(lanes.bias) : vf{};
+    const vf rate_of_decay = kByState ? splat(lanes.decay[0]) : load(lanes.decay);
+    const auto decays = [&](vf dt, vf added) {
+        return exp(-min(max(softplus(dt + added), splat(args.low)), splat(args.high)) * rate_of_decay);
+    };
     const float* from = lanes.from;
     for (int t = 0; t < args.num_rows; t++) {
-        const vf dt = splat(args.dt[t * args.dt_stride + lanes.head]);
-        const vf rate = min(max(softplus(dt + bias), splat(args.low)), splat(args.high));
-        const vf decay = exp(-rate * rate_of_decay);
+        const float* widths = args.dt + t * args.dt_stride + lanes.head * (kByState ? args.state_size : 1);
+        const vf common = kByState ? vf{} : decays(splat(*widths), bias);
         const vf x = load_first(args.x + t * args.x_stride + lanes.column, lanes.count);
         const float *b = lanes.b + t * args.b_stride, *c = lanes.c + t * args.c_stride;
         vf known = {}, read = {};
+        float each[kLanes];
         for (int n = 0; n < args.state_size; n++) {
+            if (kByState && n % kLanes == 0) {
+                const int count = args.state_size - n < kLanes ? args.state_size - n : kLanes;
+                const vf added = lanes.bias ? load_first(lanes.bias + n, count) : vf{};
+                store(each, decays(load_first(widths + n, count), added));
+            }
+            const vf decay = kByState ? splat(each[n % kLanes]) : common;
             const vf state = decay * (from ? load(from + n * kLanes) : vf{});
             store(lanes.to + n * kLanes, state);
             known = fma(state, splat(b[n]), known);
@@ -86,7 +87,7 @@ void delta_scan(const ScanArgs& args, const ScanLanes& lanes) {
 }
 
 void scan_lanes(const ScanArgs& args, const ScanLanes& lanes) {
-    if (args.beta) return delta_scan(args, lanes);
+    if (args.beta) return args.dt_by_state ? delta_scan<true>(args, lanes) : delta_scan<false>(args, lanes);
     args.by_state ? scan<true>(args, lanes) : scan<false>(args, lanes);
 }
 

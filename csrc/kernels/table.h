@@ -54,8 +54,10 @@ struct KernelTable {
     void (*read_row)(const Tiles& w, int row, float scale, float* out);
     void (*norm_row)(const float* x, int k, const Norm& norm, float* out);
     // Applies an activation in place to n values: 0 silu, 1 gelu, 2 gelu_tanh, 3 relu, 4 relu2, 5 sigmoid,
-    // 6 tanh.
+    // 6 tanh, 7 softplus.
     void (*activate)(int kind, float* x, int n);
+    // x and out [n] may be the same.
+    void (*xielu)(const XieluArgs& args, const float* x, float* out, int n);
     // Rotates one head in place. cos, sin [rotary / 2].
     void (*rope_head)(float* x, const float* cos, const float* sin, int rotary, bool interleaved);
     void (*kv_store)(const KvLayer& kv, int32_t slot, const float* k, const float* v);

@@ -319,6 +319,7 @@ void PlanBuilder::add(KvWriteSpec spec) {
 }
 
 void PlanBuilder::add(ElementwiseSpec spec) { add_row_op(make_row_op(spec), note_values(spec)); }
+void PlanBuilder::add(const XieluSpec& spec) { add_row_op(make_row_op(spec), note_values(spec)); }
 void PlanBuilder::add(MixSpec spec) { add_row_op(make_row_op(spec), note_values(spec)); }
 
 // These ops make rows of samples from rows of tokens.

@@ -27,6 +27,7 @@ class PlanBuilder {
     void add(RopeSpec spec);
     void add(KvWriteSpec spec);
     void add(ElementwiseSpec spec);
+    void add(const XieluSpec& spec);
     void add(MixSpec spec);
     void add(GatherSpec spec);
     void add(PoolSpec spec);

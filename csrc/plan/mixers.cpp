@@ -95,6 +95,9 @@ struct ScanOp : Op {
             throw std::invalid_argument("the number of heads is not a multiple of the number of b and c");
         if (spec.beta.width && (spec.by_state() || spec.head_width == 1))
             throw std::invalid_argument("the delta rule with decays by state, or heads of one column");
+        if (spec.dt_by_state() && (!spec.beta.width || spec.dt.width != spec.num_heads() * spec.state_size))
+            throw std::invalid_argument(std::to_string(spec.dt.width) + " step sizes of " +
+                                        std::to_string(spec.num_heads()) + " heads");
     }
     std::string name() const override { return "scan"; }
     int num_runs() const { return spec.b.width / spec.state_size; }
@@ -162,6 +165,7 @@ struct ScanOp : Op {
                             .state_size = spec.state_size,
                             .by_state = spec.by_state(),
                             .by_lane = spec.head_width == 1,
+                            .dt_by_state = spec.dt_by_state(),
                             .low = spec.low,
                             .high = spec.high};
         const int each = blocks_per_part(view), end = std::min(spec.num_blocks(), (part + 1) * each);
@@ -177,17 +181,20 @@ struct ScanOp : Op {
         const int first = by_lane ? block * kTile : block % spec.blocks_per_head() * kTile;
         const int count = std::min(kTile, (by_lane ? spec.num_heads() : spec.head_width) - first);
         const int64_t run = static_cast<int64_t>(head) / (spec.num_heads() / num_runs()) * spec.state_size;
-        return ScanLanes{.column = head * spec.head_width + first,
-                         .count = count,
-                         .head = head,
-                         .decay = spec.decay + static_cast<int64_t>(block) *
-                                                   (spec.by_state() ? spec.state_size : 1) * kTile,
-                         .skip = spec.skip + static_cast<int64_t>(block) * kTile,
-                         .bias = spec.bias ? spec.bias + static_cast<int64_t>(block) * kTile : nullptr,
-                         .b = args.b + run,
-                         .c = args.c + run,
-                         .from = from,
-                         .to = to};
+        return ScanLanes{
+            .column = head * spec.head_width + first,
+            .count = count,
+            .head = head,
+            .decay =
+                spec.decay + static_cast<int64_t>(block) * (spec.by_state() ? spec.state_size : 1) * kTile,
+            .skip = spec.skip + static_cast<int64_t>(block) * kTile,
+            .bias = spec.bias ? spec.bias + (spec.dt_by_state() ? static_cast<int64_t>(head) * spec.state_size
+                                                                : static_cast<int64_t>(block) * kTile)
+                              : nullptr,
+            .b = args.b + run,
+            .c = args.c + run,
+            .from = from,
+            .to = to};
     }
 };
 

@@ -118,6 +118,7 @@ std::unique_ptr<RowOp> make_row_op(RowNormSpec spec);
 std::unique_ptr<RowOp> make_row_op(RopeSpec spec);
 std::unique_ptr<RowOp> make_row_op(KvWriteSpec spec);
 std::unique_ptr<RowOp> make_row_op(ElementwiseSpec spec);
+std::unique_ptr<RowOp> make_row_op(const XieluSpec& spec);
 std::unique_ptr<RowOp> make_row_op(MixSpec spec);
 std::unique_ptr<RowOp> make_row_op(GatherSpec spec);
 std::unique_ptr<RowOp> make_row_op(PoolSpec spec);

@@ -182,19 +182,19 @@ struct KvWriteOp : RowOp {
 
 struct ElementwiseOp : RowOp {
     ElementwiseSpec spec;
-    explicit ElementwiseOp(ElementwiseSpec s) : spec(std::move(s)) {}
+    explicit ElementwiseOp(ElementwiseSpec s) : spec(std::move(s)) {
+        if (spec.b.width < 1 || spec.out.width % spec.b.width)
+            throw std::invalid_argument("a row of " + std::to_string(spec.out.width) +
+                                        " columns and one of " + std::to_string(spec.b.width));
+    }
     void run(const View& view, int64_t row) const override {
         const float *x = view.at(spec.a, row), *y = view.at(spec.b, row);
         float* to = view.at(spec.out, row);
         const int width = spec.out.width;
         const float factor = spec.factor;
         switch (spec.kind) {
-            case Elementwise::add:
-                for (int i = 0; i < width; i++) to[i] = x[i] + y[i];
-                return;
-            case Elementwise::mul:
-                for (int i = 0; i < width; i++) to[i] = x[i] * y[spec.b.width == 1 ? 0 : i];
-                return;
+            case Elementwise::add: return combine(x, y, to, [](float a, float b) { return a + b; });
+            case Elementwise::mul: return combine(x, y, to, [](float a, float b) { return a * b; });
             case Elementwise::scale:
                 for (int i = 0; i < width; i++) to[i] = x[i] * factor;
                 return;
@@ -225,6 +225,18 @@ struct ElementwiseOp : RowOp {
             case Elementwise::gate: return open_gate(view, row, x, y, to);
         }
     }
+    template <typename F>
+    void combine(const float* x, const float* y, float* to, F f) const {
+        const int width = spec.out.width, num = spec.b.width, span = width / num;
+        if (span == 1) {
+            for (int i = 0; i < width; i++) to[i] = f(x[i], y[i]);
+            return;
+        }
+        for (int h = 0; h < num; h++) {
+            const float by = y[h];
+            for (int i = h * span; i < (h + 1) * span; i++) to[i] = f(x[i], by);
+        }
+    }
     static double mean_square(const float* x, int width) {
         double sum = 0;
         for (int i = 0; i < width; i++) sum += static_cast<double>(x[i]) * x[i];
@@ -241,6 +253,15 @@ struct ElementwiseOp : RowOp {
             std::memcpy(up, y + i, sizeof(float) * n);
             view.runner.kernels().write_tile(gate, g, up, 0, 1, i, n, to + i, 0);
         }
+    }
+};
+
+struct XieluOp : RowOp {
+    XieluSpec spec;
+    explicit XieluOp(const XieluSpec& s) : spec(s) {}
+    void run(const View& view, int64_t row) const override {
+        view.runner.kernels().xielu({spec.positive, spec.negative, spec.beta, spec.eps}, view.at(spec.x, row),
+                                    view.at(spec.out, row), spec.out.width);
     }
 };
 
@@ -365,6 +386,7 @@ std::unique_ptr<RowOp> make_row_op(RowNormSpec spec) { return make<NormOp>(std::
 std::unique_ptr<RowOp> make_row_op(RopeSpec spec) { return make<RopeOp>(std::move(spec)); }
 std::unique_ptr<RowOp> make_row_op(KvWriteSpec spec) { return make<KvWriteOp>(std::move(spec)); }
 std::unique_ptr<RowOp> make_row_op(ElementwiseSpec spec) { return make<ElementwiseOp>(std::move(spec)); }
+std::unique_ptr<RowOp> make_row_op(const XieluSpec& spec) { return make<XieluOp>(spec); }
 std::unique_ptr<RowOp> make_row_op(MixSpec spec) { return make<MixOp>(std::move(spec)); }
 std::unique_ptr<RowOp> make_row_op(GatherSpec spec) { return make<GatherOp>(spec); }
 std::unique_ptr<RowOp> make_row_op(PoolSpec spec) { return make<PoolOp>(spec); }

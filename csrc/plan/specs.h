@@ -186,12 +186,19 @@ struct KvWriteSpec {
 };
 
 enum class Elementwise { add, mul, scale, activate, softcap, gate, clip, match, largest };
+// `add` and `mul`: each column of b applies to out.width / b.width neighbouring columns of a.
 struct ElementwiseSpec {
     Elementwise kind{};
     ValueSlice a, b, out;
     float factor = 1;
     GateSpec gate{};
     OCTAVO_FIELDS(ElementwiseSpec, kind, a, b, out, factor, gate)
+};
+
+struct XieluSpec {
+    ValueSlice x, out;
+    float positive = 0, negative = 0, beta = 0, eps = 0;
+    OCTAVO_FIELDS(XieluSpec, x, out, positive, negative, beta, eps)
 };
 
 // outs[i] = bases[i] + sum over k of (coefs[i * xs + k] + offset) * xs[k].
@@ -350,11 +357,13 @@ struct ShortConvSpec {
 struct ScanSpec {
     ValueSlice x, dt, b, c, out, beta;
     int group = 0, layer = 0, state_size = 0, head_width = 0;
-    FloatArray decay, skip, bias;  // [blocks][state_size or 1][16], [blocks][16], the same or null
+    FloatArray decay, skip;  // [blocks][state_size or 1][16], [blocks][16]
+    FloatArray bias;  // as skip; [heads][state_size] with dt_by_state; or null
     float low = 0, high = 0;
     OCTAVO_FIELDS(ScanSpec, x, dt, b, c, out, beta, group, layer, state_size, head_width, decay, skip, bias,
                   low, high)
-    int num_heads() const { return dt.width; }
+    int num_heads() const { return x.width / head_width; }
+    bool dt_by_state() const { return dt.width != num_heads(); }
     int num_blocks() const { return static_cast<int>(skip.size() / kTile); }
     bool by_state() const { return decay.size() > skip.size(); }
     int blocks_per_head() const { return (head_width + kTile - 1) / kTile; }

@@ -42,14 +42,15 @@ class SelectiveScan(Op):
     c[n] * s[p, n]) + skip[h] * x[h, p]; d = softplus(dt[h] + dt_bias[h]), kept within `low` and
     `high`. With `beta` (the gated delta rule), the update is not d * x but the difference between x
     and what the decayed state returns for b: s[p, n] += beta[h] * (x[h, p] - sum over m of b[m] *
-    s[p, m]) * b[n].
+    s[p, m]) * b[n]. Its step sizes d[h, n] may differ by state number; dt and dt_bias then have H *
+    N columns.
 
     `x [T, H * P]`, `dt [T, H]`, `b` and `c [T, G * N]`, of which head h reads group h * G // H;
     `a_log [H, N]`, or `[H]` if it is the same for all n; `beta [T, H]`, `skip` and `dt_bias [H]`,
     with skip 0 if it is absent. The state `[H, P, N]` is stored in a group of kind `state` and is
     zero at a request's first token. Precision: at least fp32, token by token, so results do not
     depend on how a request was chunked. Mamba: Gu and Dao 2023 (P = 1); Mamba-2: Dao and Gu 2024;
-    Gated DeltaNet: Yang et al. 2024.
+    Gated DeltaNet: Yang et al. 2024; Kimi Delta Attention: Kimi Team 2025.
     """
 
     x: Value
@@ -70,7 +71,12 @@ class SelectiveScan(Op):
 
     @property
     def num_heads(self) -> int:
-        return self.dt.width
+        return self.a_log.shape[0]
+
+    @property
+    def steps_by_state(self) -> bool:
+        """Whether each state number has its own step size."""
+        return self.dt.width != self.num_heads
 
     @property
     def num_runs(self) -> int:

@@ -17,7 +17,7 @@ WIDTHS = (4, 8, 20)
 NUM_ROWS = 70
 """Number of rows of each table: more than a chunk of sampled rows (64)."""
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu", "sigmoid", "tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "sigmoid", "tanh", "softplus")
 
 
 @dataclass

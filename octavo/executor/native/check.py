@@ -17,7 +17,7 @@ from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.program import Op, Program, Weight
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh", "softplus")
 """Supported activations, in the order of their numbers (csrc/kernels/epilogue.inl)."""
 
 MAX_LANES = 16

@@ -378,13 +378,14 @@ def convolution_parameters(op: ShortConv, floats: FloatsOf) -> dict[str, Any]:
 
 def scan_parameters(op: SelectiveScan, group: CacheGroup, floats: FloatsOf) -> dict[str, Any]:
     """Returns the sizes and parameters of a scan, in lane layout."""
-    lanes = StateBlocks.of(group).by_lanes
+    lanes, bias = StateBlocks.of(group).by_lanes, op.dt_bias
+    by_state = bias is not None and op.steps_by_state
     return {
         "state_size": op.state_size,
         "head_width": group.k_width,
         "decay": lanes(np.exp(floats(op.a_log))),
         "skip": lanes(np.zeros(op.num_heads, np.float32) if op.skip is None else floats(op.skip)),
-        "bias": None if op.dt_bias is None else lanes(floats(op.dt_bias)),
+        "bias": None if bias is None else floats(bias) if by_state else lanes(floats(bias)),
         "low": op.low,
         "high": op.high,
     }

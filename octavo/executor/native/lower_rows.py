@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from octavo.executor.native.hidden import HiddenIn, HiddenOut
-from octavo.executor.native.lowering_context import LoweringContext, Span, cut_span
+from octavo.executor.native.lowering_context import LoweringContext, Span
 from octavo.program import family_ops, ops
 from octavo.program.program import Value, Weight
 
@@ -100,23 +102,7 @@ class RowLowering:
         self._elementwise("add", op.a, op.b, op.out)
 
     def lower_Mul(self, op: ops.Mul) -> None:
-        if op.b.width in (1, op.a.width):
-            self._elementwise("mul", op.a, op.b, op.out)
-            return
-        width = op.a.width // op.b.width
-        for head in range(op.b.width):
-            first = head * width
-            a, out = (cut_span(self._span(value), first, width) for value in (op.a, op.out))
-            self._add(
-                self._native.ElementwiseSpec(
-                    kind="mul",
-                    a=a,
-                    b=cut_span(self._span(op.b), head, 1),
-                    out=out,
-                    factor=1.0,
-                    gate=self._context.gate_spec(None),
-                )
-            )
+        self._elementwise("mul", op.a, op.b, op.out)
 
     def lower_Scale(self, op: ops.Scale) -> None:
         self._elementwise("scale", op.x, op.x, op.out, factor=op.factor)
@@ -132,6 +118,22 @@ class RowLowering:
 
     def lower_KeepLargest(self, op: family_ops.KeepLargest) -> None:
         self._elementwise("largest", op.x, op.x, op.out, factor=op.deviations)
+
+    def lower_Xielu(self, op: family_ops.Xielu) -> None:
+        names = ("alpha_p", "alpha_n", "beta", "eps")
+        alpha_p, alpha_n, beta, eps = (
+            float(self._weights.floats(getattr(op, name))[0]) for name in names
+        )
+        self._add(
+            self._native.XieluSpec(
+                x=self._span(op.x),
+                out=self._span(op.out),
+                positive=float(np.logaddexp(alpha_p, 0.0)),
+                negative=beta + float(np.logaddexp(alpha_n, 0.0)),
+                beta=beta,
+                eps=eps,
+            )
+        )
 
     def lower_Mix(self, op: family_ops.Mix) -> None:
         self._add(

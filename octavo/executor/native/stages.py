@@ -20,7 +20,7 @@ ROW_LOCAL = (
     *(ops.Embedding, ops.RmsNorm, ops.LayerNorm, ops.Rope, ops.KvWrite, ops.GatherRows),
     *(ops.PoolRows, ops.ScatterRows, expert_ops.Combine),
     *(family_ops.MatchMagnitude, family_ops.KeepLargest, family_ops.Mix),
-    *(family_ops.Concat, family_ops.SelectColumns),
+    *(family_ops.Concat, family_ops.SelectColumns, family_ops.Xielu),
     *(ops.Add, ops.Mul, ops.Scale, ops.SoftCap, ops.Clip, ops.Act, ops.ActMul),
     *(HiddenIn, HiddenOut),
 )

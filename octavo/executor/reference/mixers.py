@@ -68,11 +68,12 @@ def selective_scan(op: SelectiveScan, step: ReferenceStep) -> Made:
         state = block_states.read(key_index)
         for t in range(first, end):
             rows = x[t].reshape(op.num_heads, -1)
-            rate = rates[t][:, None]
-            decay = np.exp(-rate[:, :, None] * a)
+            rate = rates[t].reshape(op.num_heads, -1)
+            decay = np.exp(-rate[:, None, :] * a)
             state, place_of = decay * state, by_head(step.get(op.b)[t])
-            entering = rate * rows
-            if beta is not None:
+            if beta is None:
+                entering = rate * rows
+            else:
                 entering = beta[t][:, None] * (rows - (state * place_of).sum(axis=-1))
             state = block_states.rounded(state + entering[:, :, None] * place_of)
             mixed = (state * by_head(step.get(op.c)[t])).sum(axis=-1)
@@ -82,7 +83,7 @@ def selective_scan(op: SelectiveScan, step: ReferenceStep) -> Made:
 
 
 def _rates(op: SelectiveScan, step: ReferenceStep) -> Floats:
-    """Returns the step sizes of all rows, `[T, H]`."""
+    """Returns the step sizes of all rows, `[T, H]` or `[T, H * N]`."""
     dt = step.get(op.dt)
     if op.dt_bias is not None:
         dt = dt + step.weights[op.dt_bias]

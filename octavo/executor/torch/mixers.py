@@ -124,7 +124,7 @@ class _ScanRows:
     x: Tensor
     """`[T, H, P]`"""
     rates: Tensor
-    """Step sizes, `[T, H, 1]`."""
+    """Step sizes, `[T, H, 1]`, or `[T, H, N]` with the delta rule."""
     b: Tensor
     c: Tensor
     """`[T, H, 1, N]`, with one head if shared by all."""
@@ -148,7 +148,7 @@ class _ScanRows:
 
         return _ScanRows(
             x.view(len(x), op.num_heads, -1),
-            rates[:, :, None],
+            rates.view(len(x), op.num_heads, rates.shape[1] // op.num_heads),
             by_head(step.get(op.b)),
             by_head(step.get(op.c)),
             step.weights.vector(op.a_log).exp().view(op.num_heads, 1, -1),
@@ -160,9 +160,10 @@ class _ScanRows:
         H, P]`.
         """
         rates = self.rates[row_ids]
-        decay = torch.exp(-rates[..., None] * self.a)
-        decayed, entering = decay * state, rates * self.x[row_ids]
-        if self.beta is not None:
+        decayed = torch.exp(-rates[:, :, None] * self.a) * state
+        if self.beta is None:
+            entering = rates * self.x[row_ids]
+        else:
             entering = self.beta[row_ids] * (
                 self.x[row_ids] - (decayed * self.b[row_ids]).sum(dim=-1)
             )

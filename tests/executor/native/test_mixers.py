@@ -4,7 +4,8 @@ any company, chunks, threads and blocks, at every level of instructions.
 That they are right is for `tests/models/test_families.py` to show.
 """
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,10 @@ import pytest
 from octavo.executor.base import BackendOptions
 from octavo.executor.native.backend import NativeBackend
 from octavo.executor.native.extension import supported_levels
+from octavo.executor.torch.backend import TorchBackend
+from octavo.program import ops
+from octavo.program.mixers import SelectiveScan
+from octavo.program.program import Value, Weight
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import tiny_model
 
@@ -80,6 +85,41 @@ def test_sizes_of_any_kind_are_as_on_the_reference(case):
     wanted = PagedRunner(tiny_model(family, **overrides).path).logits(tokens())
     found = whole(case, supported_levels()[-1])
     np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-5 * abs(wanted).max())
+
+
+def with_steps_by_state(program, spread):
+    """Gives each state number of a delta rule its own step size: dt times a number of `spread`."""
+    made = []
+    for op in program.ops:
+        if isinstance(op, SelectiveScan) and op.beta is not None:
+            count = op.num_heads * op.state_size
+            names = (f"{op.out.name}.{kind}" for kind in ("factors", "steps"))
+            factors, steps = (Value(name, "tokens", count) for name in names)
+            table = Weight("factors", (1, count), fill=tuple(np.linspace(*spread, count).tolist()))
+            made.append(ops.Embedding(factors, table, by_position=True, others_first=True))
+            made.append(ops.Mul(factors, op.dt, steps))
+            op = replace(op, dt=steps, dt_bias=Weight("bias", (count,), fill=0.25))
+        made.append(op)
+    return replace(program, ops=tuple(made))
+
+
+def test_step_sizes_by_state_are_as_on_the_reference():
+    path = tiny_model("qwen3_next").path
+
+    def logits(backend=None, spread=(-2.0, 2.0), chunk=LENGTH):
+        rewrite = partial(with_steps_by_state, spread=spread)
+        return PagedRunner(path, backend, rewrite=rewrite).logits(tokens(), chunk)
+
+    wanted, alike = logits(), logits(spread=(1.0, 1.0))
+    assert abs(wanted - alike).max() > 1e-3 * abs(wanted).max()
+    for level in supported_levels():
+        native = partial(NativeBackend, level=level)
+        found = logits(native(BackendOptions()))
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-5 * abs(wanted).max())
+        chunked = logits(native(BackendOptions(num_threads=2)), chunk=17)
+        np.testing.assert_array_equal(chunked, found)
+    on_torch = logits(TorchBackend(BackendOptions(num_threads=1)))
+    np.testing.assert_allclose(on_torch, wanted, rtol=0, atol=3e-5 * abs(wanted).max())
 
 
 def test_a_block_outside_the_memory_is_refused():

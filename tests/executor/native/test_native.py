@@ -19,6 +19,7 @@ from octavo.executor.base import BackendOptions
 from octavo.executor.native.backend import NativeBackend
 from octavo.executor.native.extension import supported_levels
 from octavo.program import ops
+from octavo.program.family_ops import Xielu
 from octavo.program.program import Value, Weight
 from octavo.wiring.backend import build_backend
 from tests.support.native_harness import NUM_ROWS, Case, check_rows, normal, plain, require_native
@@ -109,7 +110,7 @@ ELEMENTWISE = {
     "act_mul as gpt_oss": (lambda a, b, y: ops.ActMul(a, b, y, "silu", 1.4, 1.702, 1.0), 2e-6),
     **{
         kind: (lambda a, b, y, kind=kind: ops.Act(a, y, kind), 2e-6)
-        for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
+        for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh", "softplus")
     },
 }
 """Each op of inputs a and b, and its tolerance: 0 where one fp32 operation has one right answer
@@ -135,6 +136,25 @@ def elementwise(kind, width):
 @pytest.mark.parametrize("width", [1, 16, 37, 100])
 def test_elementwise(level, kind, width):
     check_rows(elementwise(kind, width), level)
+
+
+@cache
+def trained_activation(width):
+    x = normal(NUM_ROWS, width, scale=3)
+    x[0], x[1], x[2], x[3] = 0, 60, -90, 1e-3
+    weights = {"alpha_p": 0.4, "alpha_n": -0.3, "beta": 0.5, "eps": -1e-6}
+    return Case(
+        {"x": x},
+        lambda v: [Xielu(v["x"], like(v["x"]), *(Weight(name, (1,)) for name in weights))],
+        plain({name: np.array([each], np.float32) for name, each in weights.items()}),
+        rtol=3e-6,
+        atol=2e-7,
+    )
+
+
+@pytest.mark.parametrize("width", [1, 37])
+def test_xielu(level, width):
+    check_rows(trained_activation(width), level)
 
 
 @cache
