@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 
 from octavo.api.errors import UnsupportedModel
 from octavo.models.hf_config import HfConfig
+from octavo.models.registry import get_module
 from octavo.models.vision import (
     NEWLINE,
     ImageLayout,
@@ -94,12 +94,7 @@ def _vit(config: HfConfig) -> Vit:
 def _build_text(config: HfConfig, family: ImageTextFamily) -> dict[str, Program]:
     """Builds the decoder by the family of its own model_type."""
     model_type = config.text("text_model_type", family.text)
-    try:
-        module = import_module(f"octavo.models.{model_type.replace('-', '_')}")
-    except ImportError:
-        raise UnsupportedModel(
-            f"config.json: model_type in text_config is {model_type!r}, which is not supported"
-        ) from None
+    module = get_module(model_type)
     programs: dict[str, Program] = module.build(config.with_values(model_type=model_type))
     if set(programs) != {"decoder"}:
         raise UnsupportedModel(

@@ -150,14 +150,22 @@ def check_family(config: Mapping[str, Any]) -> None:
     """Raises UnsupportedModel for a model_type without a module or a stored Program."""
     model_type = HfConfig(config).model_type
     if model_type not in FAMILIES and not program_path(config).is_file():
-        raise UnsupportedModel(
-            f"model type {model_type!r} is not supported", hint="known are " + ", ".join(FAMILIES)
-        )
+        raise _unknown(model_type)
 
 
-def _module(model_type: str) -> Any:
-    family = FAMILIES.get(model_type)
-    name = (family and family.module) or model_type.replace("-", "_")
+def _unknown(model_type: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"model type {model_type!r} is not supported", hint="known are " + ", ".join(FAMILIES)
+    )
+
+
+def get_module(model_type: str) -> Any:
+    """Returns the module that builds a family's Programs; raises UnsupportedModel for a model_type
+    without one.
+    """
+    if model_type not in FAMILIES:
+        raise _unknown(model_type)
+    name = FAMILIES[model_type].module or model_type.replace("-", "_")
     return import_module(f"octavo.models.{name}")
 
 
@@ -166,7 +174,7 @@ def image_layout(config: Mapping[str, Any]) -> ImageLayout | None:
     if not isinstance(config.get("vision_config"), dict):
         return None
     hf = HfConfig(config)
-    module = _module(hf.model_type)
+    module = get_module(hf.model_type)
     found: ImageLayout | None = module.image_layout(hf) if hasattr(module, "image_layout") else None
     return found
 
@@ -180,7 +188,7 @@ def build_alignment(
     hf = HfConfig(config)
     if hf.model_type not in FAMILIES:
         return None
-    module = _module(hf.model_type)
+    module = get_module(hf.model_type)
     has_heads = hasattr(module, "build_alignment")
     found: dict[str, Program] | None = module.build_alignment(hf, heads) if has_heads else None
     return found
@@ -197,7 +205,7 @@ def build_programs(config: Mapping[str, Any], *, every_key: bool = False) -> dic
     hf = HfConfig(config)
     if hf.model_type not in FAMILIES:
         return read_programs(config)
-    programs: dict[str, Program] = _module(hf.model_type).build(hf)
+    programs: dict[str, Program] = get_module(hf.model_type).build(hf)
     pools = any("pooled" in program.outputs for program in programs.values())
     if score_tokens(hf) and "decoder" not in programs:
         raise UnsupportedModel(f"{hf.model_type}: classifier_from_token requires a decoder")
