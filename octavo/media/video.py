@@ -215,7 +215,7 @@ def decode_video(data: bytes, rules: VideoRules, limits: ImageLimits) -> Frames:
             " data:video/jpeg;base64,FRAME,FRAME,...",
         ) from error
     try:
-        with av.open(io.BytesIO(data)) as container:
+        with av.open(io.BytesIO(data), "r") as container:
             stream = container.streams.video[0]
             check_size(stream.width, stream.height, limits)
             fps = float(stream.average_rate or 24)
@@ -227,7 +227,7 @@ def decode_video(data: bytes, rules: VideoRules, limits: ImageLimits) -> Frames:
             )
         wanted = sample_frames(total, fps, rules)
         found: dict[int, Image] = {}
-        with av.open(io.BytesIO(data)) as container:
+        with av.open(io.BytesIO(data), "r") as container:
             for index, frame in enumerate(container.decode(video=0)):
                 if index in wanted:
                     found[index] = frame.to_image().convert("RGB")
