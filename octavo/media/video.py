@@ -230,7 +230,8 @@ def decode_video(data: bytes, rules: VideoRules, limits: ImageLimits) -> Frames:
         with av.open(io.BytesIO(data), "r") as container:
             for index, frame in enumerate(container.decode(video=0)):
                 if index in wanted:
-                    found[index] = frame.to_image().convert("RGB")
+                    image: Image = frame.to_image()  # type: ignore[no-untyped-call]
+                    found[index] = image.convert("RGB")
                 if index >= wanted[-1]:
                     break
     except (av.FFmpegError, IndexError, ValueError, MemoryError) as error:
