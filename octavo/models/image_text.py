@@ -278,7 +278,7 @@ def _square(vit: Vit, token_id: int, cell: int) -> ImageLayout:
     """Returns the layout of images of a fixed size."""
     side = vit.image_size
     num_patches = side // vit.patch_size  # pixels beyond the last patch are not read
-    if num_patches < 1 or num_patches % cell:
+    if cell < 1 or num_patches < 1 or num_patches % cell:
         raise UnsupportedModel(
             f"config.json: image_size is {side}, expected a multiple of {cell} patches of"
             f" {vit.patch_size} pixels"

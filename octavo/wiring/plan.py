@@ -67,7 +67,7 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     return ModelPlan(
         config=config,
         info=info,
-        num_parameters=sum(math.prod(weight.shape) for weight in weights),
+        num_parameters=sum(math.prod(each.shape) for each in weights if each.fill is None),
         capacity=get_capacity(config, footprint, memory_bytes),
         footprint=footprint,
         work=count_work(gather_early(program)),

@@ -113,7 +113,7 @@ def test_a_model_of_text_refuses_images_by_name():
         ("qwen2_vl", {"kv_cache_memory_bytes": "170KiB", "preemption_mode": "swap"}),
         ("qwen2_5_vl", {"kv_cache_memory_bytes": "170KiB", "preemption_mode": "recompute"}),
         ("qwen2_5_vl", {"num_scheduler_steps": 8}),
-        ("mistral3", {"kv_cache_memory_bytes": "340KiB", "preemption_mode": "recompute"}),
+        ("mistral3", {"kv_cache_memory_bytes": "170KiB", "preemption_mode": "recompute"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )

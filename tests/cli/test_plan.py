@@ -272,7 +272,7 @@ def test_the_suggested_command_is_complete(octavo, config, tmp_path):
 def test_for_people(octavo, config):
     out = octavo("plan", config, "--memory=80GiB", *GIVEN).out
     assert "llama, 8,030 M parameters, context 131,072" in out
-    assert "weights           15.0 GiB  16.0 bits a parameter, mostly bf16" in out
+    assert "weights           15.0 GiB  16.0 bits per parameter, mostly bf16" in out
     assert f"try: octavo serve {config} --kv-cache-memory-bytes=" in out
 
 
