@@ -40,7 +40,8 @@ def split_words(token_ids: Sequence[int], decode: Decode, language: str) -> list
 
 def _split_characters(token_ids: Sequence[int], decode: Decode) -> list[WordTokens]:
     """Returns the shortest runs of tokens that are complete characters."""
-    whole, offset, start = decode(token_ids), 0, 0
+    whole = decode(token_ids)
+    offset, start = 0, 0
     found: list[WordTokens] = []
     for end in range(1, len(token_ids) + 1):
         text = decode(token_ids[start:end])

@@ -112,7 +112,15 @@ class PillowReader:
         data = b"".join(view.tobytes() for view in views)
         height, width = len(views) // num_frames * views[0].height, views[0].width
         digest = self._digest((height, width, *tiles, *source), data)
-        return MediaPixels(digest, height, width, data, num_frames, tiles, source)
+        return MediaPixels(
+            digest=digest,
+            height=height,
+            width=width,
+            data=data,
+            num_frames=num_frames,
+            tiles=tiles,
+            source=source,
+        )
 
     def _digest(self, sizes: tuple[int, ...], data: bytes) -> bytes:
         """Returns a digest of everything that determines the vision tower's output, except its

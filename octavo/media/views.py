@@ -151,7 +151,8 @@ def _best_grid(image: Image, rules: ImageRules) -> tuple[int, int]:
         for rows in range(1, most // columns + 1)
         if rows * columns >= fewest
     ]
-    ratio, best, least = image.width / image.height, (1, 1), math.inf
+    ratio = image.width / image.height
+    best, least = (1, 1), math.inf
     for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
         difference = abs(ratio - columns / rows)
         is_large = image.width * image.height > 0.5 * rules.side**2 * rows * columns

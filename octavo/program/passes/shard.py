@@ -388,7 +388,8 @@ class _Sharder:
 
     def _shard_Mul(self, op: ops.Mul) -> None:
         """A partial sum times a replicated Value is a partial sum."""
-        a, b, span = self._held[op.a], self._held[op.b], op.a.width // op.b.width
+        a, b = self._held[op.a], self._held[op.b]
+        span = op.a.width // op.b.width
         if span > 1 and a.spans is not None and b.spans is not None:
             if times(b.spans, span) == a.spans:
                 self._ops.append(ops.Mul(a.value, b.value, self._make(op.out, a.spans)))
