@@ -20,14 +20,14 @@ template <Code C>
 void unpack_tile(const Tiles& w, const uint8_t* tile, int8_t* out) {
     static_assert(kCodeOffset == 0);
     const Table16 table(w.table);
-    const vi zero = splat_i(w.zero_point * 0x01010101);
+    const __m512i zero = _mm512_set1_epi8(static_cast<char>(w.zero_point));
     const size_t factors = factor_bytes(w), spans = (w.num_groups + kSmallSpan - 1) / kSmallSpan,
                  step = (w.tile_bytes - spans * factors) / w.num_groups;
     for (int g = 0; g < w.num_groups; g++, tile += step, out += kTile * kGroup) {
         if (g % kSmallSpan == 0) tile += factors;
         prefetch_ahead<codes_bytes(C)>(tile);
         for (int v = 0; v < 8; v++)
-            _mm512_store_si512(out + 64 * v, _mm512_sub_epi8(raw(load_codes<C>(tile, table, v)), raw(zero)));
+            _mm512_store_si512(out + 64 * v, _mm512_sub_epi8(raw(load_codes<C>(tile, table, v)), zero));
     }
 }
 
