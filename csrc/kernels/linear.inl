@@ -5,9 +5,10 @@
 // where isum is the exact int32 sum of (code - zero_point) * q and sum is the sum of q. A group's zero
 // point stands for min = -zero * scale. Rows for codes with one scale per output have one d, so that exact
 // sums run over all inputs and are scaled once; their integers have two int8 terms on AMX (`scale_whole`),
-// elsewhere most have one (`matmul_outliers`). fp32 and fp16 use four chains over k mod 4, added as (c0 + c1) + (c2 + c3); bf16 one chain over pairs; float codes
-// likewise over the groups that share a scale, with acc = fma(sum, scale, acc) over these. `M` rows share
-// each weight that is loaded; they never straddle a block of 16 rows. Float weights: linear_floats.inl.
+// elsewhere most have one (`matmul_outliers`). fp32 and fp16 use four chains over k mod 4, added as
+// (c0 + c1) + (c2 + c3); bf16 one chain over pairs; float codes likewise over the groups that share a scale,
+// with acc = fma(sum, scale, acc) over these. `M` rows share each weight that is loaded; they never straddle
+// a block of 16 rows. Float weights: linear_floats.inl.
 #pragma once
 #include <algorithm>
 

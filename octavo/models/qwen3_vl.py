@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import TOWERS
-from octavo.models.decoder import DecoderShape, Frame
+from octavo.models.decoder import DecoderShape, Frame, Sublayer
 from octavo.models.hf_config import HfConfig
 from octavo.models.llama import build_llama
 from octavo.models.mlps import plain_mlp
@@ -48,8 +48,14 @@ TAPPED = (8, 16, 24)
 
 
 def build(config: HfConfig) -> dict[str, Program]:
+    return build_qwen3_vl(config, DecoderShape.read(config, num_kv_heads=32, head_dim=128))
+
+
+def build_qwen3_vl(
+    config: HfConfig, shape: DecoderShape, mlp: Sublayer | None = None
+) -> dict[str, Program]:
+    """Builds the decoder and the tower; `mlp` replaces the gated MLP."""
     bias = config.flag("attention_bias", False)
-    shape = DecoderShape.read(config, num_kv_heads=32, head_dim=128)
     decoder = build_llama(
         config,
         shape=shape,
@@ -57,6 +63,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         qkv_bias=bias,
         out_bias=bias,
         head_norms=True,
+        mlp=mlp,
         frame=text_frame(config, shape),
     )
     return {**decoder, **build_tower(config)}

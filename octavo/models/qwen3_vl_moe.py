@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from octavo.models.decoder import DecoderShape
 from octavo.models.hf_config import HfConfig
-from octavo.models.llama import build_llama
 from octavo.models.qwen3_moe import sparse_mlp
-from octavo.models.qwen3_vl import build_tower, image_layout, text_frame, text_rope
+from octavo.models.qwen3_vl import build_qwen3_vl, image_layout
 from octavo.models.softmax_experts import SoftmaxExperts
 from octavo.program.program import Program
 
@@ -16,7 +15,6 @@ __all__ = ["build", "image_layout"]
 def build(config: HfConfig) -> dict[str, Program]:
     config = config.renamed(num_experts="num_local_experts")
     config.without_effect("norm_topk_prob", "sliding_window")
-    bias = config.flag("attention_bias", False)
     shape = DecoderShape.read(config, num_kv_heads=16)
     experts = SoftmaxExperts(
         num_experts=config.count("num_experts", 60),
@@ -26,14 +24,4 @@ def build(config: HfConfig) -> dict[str, Program]:
         normalize=True,
         stacked=True,
     )
-    decoder = build_llama(
-        config,
-        shape=shape,
-        ropes=(text_rope(config, shape),) * shape.num_layers,
-        qkv_bias=bias,
-        out_bias=bias,
-        head_norms=True,
-        mlp=sparse_mlp(config, experts),
-        frame=text_frame(config, shape),
-    )
-    return {**decoder, **build_tower(config)}
+    return build_qwen3_vl(config, shape, sparse_mlp(config, experts))

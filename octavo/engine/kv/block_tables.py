@@ -91,7 +91,7 @@ class BlockTables:
             if not pool.has_room(table, num_blocks, spare):
                 return False
             counts.append(num_blocks)
-        # Spared blocks may be free, and `fill` allocates free blocks.
+        # Excluded blocks may be free, and `fill` allocates free blocks.
         for pool, block_id in zip(self.pools, excluded, strict=False):
             pool.hold_all([block_id])
         self.tables[request_id] = tables = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,23 +53,47 @@ def _object(source: TextSource, emit: Emit, *, depth: int) -> Steps[None]:
     """Emits an object as JSON; arguments begin with their first key, so that a call without any
     has an empty object.
     """
-    yield from source.expect("{")
-    before = "{"
-    while True:
-        yield from source.skip_space()
-        char = yield from source.next()
-        if char in ",}":
-            source.take()
-            if char == "}":
-                break
-            continue
+
+    def member(before: str) -> Steps[None]:
         key = yield from _key(source)
         yield from source.skip_space()
         yield from source.expect(":")
         emit(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-        before = ", "
         yield from _value(source, emit, depth=depth + 1)
-    emit("{}" if before == "{" else "}")
+
+    yield from _entries(source, emit, "{}", member)
+
+
+def _list(source: TextSource, emit: Emit, *, depth: int) -> Steps[None]:
+    """Emits a list as JSON."""
+
+    def element(before: str) -> Steps[None]:
+        emit(before)
+        yield from _value(source, emit, depth=depth + 1)
+
+    yield from _entries(source, emit, "[]", element)
+
+
+def _entries(
+    source: TextSource, emit: Emit, brackets: str, entry: Callable[[str], Steps[None]]
+) -> Steps[None]:
+    """Reads the entries between brackets. `entry` reads one and emits it after the text that it is
+    given: the opening bracket or a comma.
+    """
+    opening, closing = brackets[0], brackets[1]
+    yield from source.expect(opening)
+    before = opening
+    while True:
+        yield from source.skip_space()
+        char = yield from source.next()
+        if char in (",", closing):
+            source.take()
+            if char == closing:
+                break
+            continue
+        yield from entry(before)
+        before = ", "
+    emit(brackets if before == opening else closing)
 
 
 def _key(source: TextSource) -> Steps[str]:
@@ -116,20 +140,3 @@ def _value(source: TextSource, emit: Emit, *, depth: int) -> Steps[None]:
             raise MalformedText
         constant = CONSTANTS.get(text) or json.dumps(text, ensure_ascii=False)
         emit(text if is_json(text) else constant)
-
-
-def _list(source: TextSource, emit: Emit, *, depth: int) -> Steps[None]:
-    yield from source.expect("[")
-    before = "["
-    while True:
-        yield from source.skip_space()
-        char = yield from source.next()
-        if char in ",]":
-            source.take()
-            if char == "]":
-                break
-            continue
-        emit(before)
-        before = ", "
-        yield from _value(source, emit, depth=depth + 1)
-    emit("[]" if before == "[" else "]")
