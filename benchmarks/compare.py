@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ENGINES = Path(__file__).parent / "engines"
+WORKS = ("single", "batch", "prefill")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Engine:
         name, form, model, options = parts[:4]
         return Engine(name, form, model, options, parts[4] if len(parts) == 5 else sys.executable)
 
-    def run(self, requests: int, prompt: int, output: int) -> list[dict[str, object]]:
+    def run(
+        self, requests: int, prompt: int, output: int, works: tuple[str, ...] = WORKS
+    ) -> list[dict[str, object]]:
         command = [
             self.python,
             str(ENGINES / f"{self.name}_engine.py"),
@@ -54,13 +57,14 @@ class Engine:
             str(prompt),
             str(output),
             self.options,
+            ",".join(works),
         ]
         done = subprocess.run(
             command,
             check=False,
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=1800,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
         results = [
@@ -68,7 +72,7 @@ class Engine:
             for line in done.stdout.splitlines()
             if line.startswith("RESULT ")
         ]
-        if done.returncode or len(results) != 3:
+        if done.returncode or len(results) != len(works):
             raise SystemExit(f"{self.name} ({self.format}) failed:\n{done.stderr[-2000:]}")
         return results
 

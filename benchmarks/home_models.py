@@ -51,7 +51,7 @@ class Case:
     prompt: int
     output: int
     work: str
-    """Which of an engine's results counts: batch, prefill, or decode, which is made of two."""
+    """What is measured: batch, prefill or decode (engines/work.py)."""
 
 
 CASES = {
@@ -105,15 +105,6 @@ def engines_of(args: argparse.Namespace, shape: str, form: str) -> Iterator[Engi
             yield engine
 
 
-def rate_of(case: Case, results: list[dict[str, object]]) -> float:
-    """Returns the tokens per second that a case asks for."""
-    rates = {str(result["work"]): float(str(result["tokens_per_second"])) for result in results}
-    if case.work != "decode":
-        return rates[case.work]
-    seconds = case.output / rates["single"] - case.prompt / rates["prefill"]
-    return (case.output - 1) / seconds
-
-
 def measure(args: argparse.Namespace) -> None:
     started = time.monotonic()
     done = {key_of(row) for row in read(args.results)}
@@ -130,8 +121,10 @@ def measure(args: argparse.Namespace) -> None:
                             print("stopped: the same command goes on from here")
                             return
                         work = CASES[case]
-                        results = engine.run(work.requests, work.prompt, work.output)
-                        row["tokens_per_second"] = float(f"{rate_of(work, results):.4g}")
+                        (result,) = engine.run(
+                            work.requests, work.prompt, work.output, (work.work,)
+                        )
+                        row["tokens_per_second"] = result["tokens_per_second"]
                         row |= {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "machine": machine()}
                         with args.results.open("a") as file:
                             print(json.dumps(row), file=file)

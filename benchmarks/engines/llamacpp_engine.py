@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 
-from work import arguments, report
+from work import arguments, report, works
 
 COLUMNS = (
     "prompt",
@@ -24,6 +24,8 @@ COLUMNS = (
 
 model, requests, prompt, output, text = arguments()
 options = json.loads(text)
+streams = [1] if {"single", "decode"} & {*works()} else []
+streams += [requests] if {"batch", "prefill"} & {*works()} else []
 command = [
     options["binary"],
     "-m",
@@ -41,7 +43,7 @@ command += [
     "-ntg",
     str(output),
     "-npl",
-    f"1,{requests}",
+    ",".join(map(str, streams)),
     "-t",
     str(os.cpu_count()),
     *options.get("arguments", []),
@@ -50,9 +52,14 @@ done = subprocess.run(command, check=False, capture_output=True, text=True)
 rows = [
     re.findall(r"[\d.]+", line) for line in done.stdout.splitlines() if re.match(r"^\|\s+\d", line)
 ]
-if done.returncode or len(rows) != 2:
+if done.returncode or len(rows) != len(streams):
     raise SystemExit(f"{options['binary']} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-one, many = (dict(zip(COLUMNS, map(float, row), strict=True)) for row in rows)
-report("single", output / one["seconds"])
-report("batch", many["rate"])
-report("prefill", many["prompt_rate"])
+first, *_, last = [dict(zip(COLUMNS, map(float, row), strict=True)) for row in [rows[0], *rows]]
+rates = {
+    "single": output / first["seconds"],
+    "decode": first["generated_rate"],
+    "batch": last["rate"],
+    "prefill": last["prompt_rate"],
+}
+for work in works():
+    report(work, rates[work])
