@@ -59,7 +59,7 @@ def one_row() -> StepBatch:
     zero = np.zeros(1, np.int32)
     return StepBatch(
         token_ids=zero + 5,
-        places=zero,
+        key_indices=zero,
         positions=zero[None],
         query_starts=np.array([0, 1], np.int32),
         context_lens=np.zeros((0, 1), np.int32),

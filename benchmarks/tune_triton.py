@@ -85,16 +85,16 @@ def call_of(
     rows = [context] if kernel == "prefill_attention" else [1] * requests
     blocks = -(-context // BLOCK_SIZE)
     tables = np.arange(len(rows) * blocks, dtype=np.int32).reshape(1, len(rows), blocks)
-    places = np.concatenate([np.arange(context - count, context) for count in rows]).astype(
+    key_indices = np.concatenate([np.arange(context - count, context) for count in rows]).astype(
         np.int32
     )
     batch = StepBatch(
-        token_ids=np.zeros(len(places), np.int32),
-        places=places,
-        positions=places[None],
+        token_ids=np.zeros(len(key_indices), np.int32),
+        key_indices=key_indices,
+        positions=key_indices[None],
         query_starts=np.cumsum([0, *rows]).astype(np.int32),
         context_lens=np.full((1, len(rows)), context, np.int32),
-        slots=np.zeros((1, len(places)), np.int32),
+        slots=np.zeros((1, len(key_indices)), np.int32),
         block_tables=tables,
         sample_rows=np.zeros(0, np.int32),
     )
@@ -105,12 +105,12 @@ def call_of(
     dtype = kv if kv.is_floating_point else torch.bfloat16
     return AttentionCall(
         op=None,  # type: ignore[arg-type]  # kernels read the call
-        q=torch.randn((len(places), 8 * group, width), device=DEVICE).to(dtype),
+        q=torch.randn((len(key_indices), 8 * group, width), device=DEVICE).to(dtype),
         k=stored(tables.size, width, kv),
         v=stored(tables.size, width, kv),
         block_tables=inputs["block_tables"][0],
         context_lens=inputs["context_lens"][0],
-        places=inputs["places"],
+        key_indices=inputs["key_indices"],
         inputs=inputs,
         rows=make_query_rows(batch, 0, full=False, window=None, device=DEVICE),
         batch=batch,

@@ -45,7 +45,7 @@ void bind_runner(nb::module_& m) {
         .def("profiled", &BoundRunner::profiled,
              "For each kind of op: (name, code of its weights or \"\", calls, seconds, bytes, operations).")
         .def("run", &BoundRunner::run, "batch"_a, "output"_a, "kv"_a, "check"_a.none(),
-             "Computes a StepBatch into the arrays of a StepOutput. The rows of a Redraw from check(0) are "
+             "Computes a StepBatch into the arrays of a StepOutput. The rows of a Resample from check(0) are "
              "sampled again.")
         .def("copy_logits", &BoundRunner::copy_logits, "sample"_a, "out"_a,
              "Copies the logits of a sampled row of the last step, which must have kept them.")

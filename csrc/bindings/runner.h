@@ -45,8 +45,8 @@ struct BoundRunner {
         if (slot >= 0 && slot < static_cast<int>(adapter_arrays_.size())) adapter_arrays_[slot] = nb::none();
     }
     // batch: StepBatch; output: StepOutput, whose arrays are filled; check: None, or a function that is
-    // called with the step's index after sampling and returns None or a Redraw. It is called again after a
-    // Redraw that is not the last.
+    // called with the step's index after sampling and returns None or a Resample. It is called again after a
+    // Resample that is not the last.
     void run(const nb::object& batch, const nb::object& output, const std::shared_ptr<KvMemory>& kv,
              const nb::object& check) {
         run_and_check(read_batch(batch, output), *kv, check, 0);
@@ -71,7 +71,7 @@ struct BoundRunner {
         }
     }
 
-    // Updates the records of a Redraw's rows and samples these rows again.
+    // Updates the records of the rows of a Resample and samples these rows again.
     void resample(const Batch& step, const KvMemory& kv, const nb::object& found,
                   std::vector<SamplingRecord>& records) {
         const auto samples = get_array<Array<int32_t, nb::ndim<1>>>(found, "samples");

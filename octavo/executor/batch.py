@@ -240,7 +240,7 @@ class StepBatch:
 
     token_ids: NDArray[np.int32]
     """Ids of the tokens, `[T]`."""
-    places: NDArray[np.int32]
+    key_indices: NDArray[np.int32]
     """Index of each row's key among its request's keys, `[T]`; used by masks and biases."""
     positions: NDArray[np.int32]
     """Positions for RoPE and learned embeddings, `[P, T]`. P is 1, except for families with several
@@ -263,13 +263,13 @@ class StepBatch:
     """Sampling options; None: nothing is sampled, and the outputs are returned as arrays."""
     hidden: NDArray[np.float32] | None = None
     """Rows `[T, W]` for a Program whose input is "hidden"."""
-    given: NDArray[np.floating] | None = None
+    input_rows: NDArray[np.floating] | None = None
     """Rows that replace embeddings of the step, such as an image's, `[N, W]`; None: no row."""
-    given_rows: NDArray[np.int32] | None = None
-    """Row of `given` that replaces each row, `[T]`, -1: none; set if `given` is."""
+    input_row_indices: NDArray[np.int32] | None = None
+    """Row of `input_rows` that replaces each row, `[T]`, -1: none; set if `input_rows` is."""
     limits: NDArray[np.int32] | None = None
     """One past the last key that each row sees under a causal or window mask, `[T]`; None: its
-    entry of `places` + 1.
+    entry of `key_indices` + 1.
     """
     adapter_rows: NDArray[np.int32] | None = None
     """Adapter slot of each row, `[T]`, -1: none; None: no row has one."""
@@ -290,7 +290,7 @@ def empty_batch(num_groups: int, num_axes: int, hidden_width: int | None) -> Ste
     none = np.zeros(0, np.int32)
     return StepBatch(
         token_ids=none,
-        places=none,
+        key_indices=none,
         positions=np.zeros((num_axes, 0), np.int32),
         query_starts=np.zeros(1, np.int32),
         context_lens=np.zeros((num_groups, 0), np.int32),
@@ -323,7 +323,7 @@ class Resample:
     """Replacement logits for some of the rows, `[M, V]`. Logprobs still come from the rows' own
     logits.
     """
-    places: NDArray[np.int32] | None = None
+    logits_indices: NDArray[np.int32] | None = None
     """Index of each row in `logits`, `[N]`; -1: the row's own logits."""
     mirostat_mus: NDArray[np.float32] | None = None
     """Mirostat bounds of the rows, `[N]`. NaN: the step's bound; None: the step's bounds for all

@@ -101,10 +101,10 @@ def masked(batch: SamplingBatch, resample: Resample) -> SamplingBatch:
 
 def replaced(logits: NDArray[np.float32], resample: Resample) -> NDArray[np.float32]:
     """Returns the logits `[S, V]` to resample from."""
-    if resample.logits is None or resample.places is None:
+    if resample.logits is None or resample.logits_indices is None:
         return logits
     changed = logits.copy()
-    for entry, row in zip(resample.samples, resample.places, strict=True):
+    for entry, row in zip(resample.samples, resample.logits_indices, strict=True):
         if row >= 0:
             changed[entry] = resample.logits[row]
     return changed

@@ -261,7 +261,7 @@ def build_decoder(
         x = layer(b, x, i)
         if i < frame.deep_rows:
             first = (i + 1) * shape.hidden_size
-            given = b.given_rows(first + shape.hidden_size)
+            given = b.input_rows(first + shape.hidden_size)
             x = b.add(x, columns(b, given, first, shape.hidden_size))
     return finish_decoder(b, x, shape, frame)
 

@@ -68,7 +68,7 @@ def _projector(vision: HfConfig, layout: ImageLayout, hidden_size: int) -> Progr
     """Returns the projector: cell mean, norm and matmul."""
     width = vision.size("hidden_size", 768)
     b = Builder("projector")
-    x = b.pool_rows(b.given_rows(width), "mean")
+    x = b.pool_rows(b.input_rows(width), "mean")
     x = b.rms_norm(
         x,
         "multi_modal_projector.mm_soft_emb_norm",

@@ -61,7 +61,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     finish = family.finish
     tower = vit.build(layer, None if finish is None else lambda b, x: finish(b, x, config))
     b = Builder("projector")
-    rows = b.given_rows(vit.shape.hidden_size * layout.cell**2)
+    rows = b.input_rows(vit.shape.hidden_size * layout.cell**2)
     projector = b.finish(rows=b.gather_rows(family.projector(b, rows, config)))
     vit.vision.without_effect("image_size")
     refuse_unread_vision(vit.vision)

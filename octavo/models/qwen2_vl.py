@@ -134,6 +134,6 @@ def merger(vision: HfConfig, layout: ImageLayout, hidden_size: int, *, centered:
     """Returns the projector, which maps a cell's concatenated patches to one row."""
     width = vision.size("embed_dim" if centered else "hidden_size", 1280) * layout.cell**2
     b = Builder("projector")
-    inner = b.linear(b.given_rows(width), "visual.merger.mlp.0", width, bias=True)
+    inner = b.linear(b.input_rows(width), "visual.merger.mlp.0", width, bias=True)
     out = b.linear(b.act(inner, "gelu"), "visual.merger.mlp.2", hidden_size, bias=True)
     return b.finish(rows=b.gather_rows(out))

@@ -148,7 +148,7 @@ def _tower(vision: HfConfig, tapped: Mapping[int, int]) -> Program:
         math.prod(kernel),
         vision.integer("num_position_embeddings", NUM_POSITIONS, low=1),
     )
-    given = b.given_rows(num_pixels + TAPS)
+    given = b.input_rows(num_pixels + TAPS)
     pixels, shares = columns(b, given, 0, num_pixels), columns(b, given, num_pixels, TAPS)
     x = patches(b, "visual.patch_embed.proj", shape.hidden_size, kernel, bias=True, given=pixels)
     x = interpolated_positions(b, x, shares, "visual.pos_embed", num_rows, first_axis=2)
@@ -177,7 +177,7 @@ def _projector(vision: HfConfig, hidden_size: int, mergers: list[int]) -> Progra
         inner = b.act(b.linear(x, f"{name}.{names[0]}", width, bias=True), "gelu")
         return b.linear(inner, f"{name}.{names[1]}", hidden_size, bias=True)
 
-    given = b.given_rows(width * (1 + len(mergers)))
+    given = b.input_rows(width * (1 + len(mergers)))
     rows = [project(columns(b, given, 0, width), "visual.merger")]
     for level, merger in enumerate(mergers, 1):
         name = f"visual.deepstack_merger_list.{merger}"

@@ -225,7 +225,7 @@ def patches(
     num_pixels = math.prod(kernel)
     weight = Weight(f"{name}.weight", (width, num_pixels), kernel=kernel)
     added = Weight(f"{name}.bias", (width,)) if bias else None
-    return b.linear_from(given or b.given_rows(num_pixels), weight, added, name=name)
+    return b.linear_from(given or b.input_rows(num_pixels), weight, added, name=name)
 
 
 def interpolated_positions(

@@ -81,7 +81,7 @@ def _build_encoder(
     num_positions = config.integer("max_source_positions", 1500, low=1)
     b = Builder("encoder", shape.groups, shape.vocab_size)
     module, run = "model.encoder", TAPS * num_bands + 1
-    rows = b.given_rows(TAPS * run)
+    rows = b.input_rows(TAPS * run)
     name, whole = f"{module}.conv1", (shape.width, TAPS * run)
     sources = (f"{name}.weight", f"{name}.bias")
     x: Value | None = None

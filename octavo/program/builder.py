@@ -442,11 +442,11 @@ class Builder:
         self.append(ScatterRows(out, base))
         return out
 
-    def given_rows(self, width: int) -> Value:
+    def input_rows(self, width: int) -> Value:
         """Reads the first columns of the step's external rows, one row per token; zeros for other
         tokens.
         """
-        out = self.value("given", "tokens", width)
+        out = self.value("input_rows", "tokens", width)
         self.append(ScatterRows(out))
         return out
 

@@ -73,7 +73,7 @@ class AlibiBias:
 
 @dataclass(frozen=True, slots=True)
 class NearBias:
-    """Bidirectional window: score += FAR for keys more than `reach` places from the query, which
+    """Bidirectional window: score += FAR for keys more than `reach` keys from the query, which
     makes their weight exactly 0 (ModernBERT's local layers).
     """
 
@@ -353,13 +353,13 @@ class Attention(Op):
     + bias) . V.
 
     `q [T, H * k_width]`, `out [T, H * v_width]`; query head h reads kv head h // (H / K). `layer`
-    is the layer within the group (another layer's if layers share KV). Masks: causal: key place <=
-    query place, or key place < the row's limit if the step has `limits`; window: additionally key
-    place > query place - window; chunk: additionally in the query's chunk of `window` places (Llama
+    is the layer within the group (another layer's if layers share KV). Masks: causal: key index <=
+    query index, or key index < the row's limit if the step has `limits`; window: additionally key
+    index > query index - window; chunk: additionally in the query's chunk of `window` keys (Llama
     4); full: all keys of the request (encoders, cross attention). `softcap` c: score = c *
     tanh(score / c), before the bias. `sinks [H]`: a logit per head that only joins the softmax's
-    denominator (gpt_oss). Precision: splits of 256 keys at fixed places, each with its own fp32 (m,
-    l, acc), merged left to right (Dao et al. 2022; Milakov and Gimelshein 2018).
+    denominator (gpt_oss). Precision: splits of 256 keys at fixed indices, each with its own fp32
+    (m, l, acc), merged left to right (Dao et al. 2022; Milakov and Gimelshein 2018).
     """
 
     q: Value
@@ -459,8 +459,9 @@ class PoolRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScatterRows(Op):
-    """Replaces rows by external ones (`StepBatch.given`), e.g. of an image: out[t] =
-    given[given_rows[t], :W] if that index is not negative, else base[t], or zero without base.
+    """Replaces rows by external ones (`StepBatch.input_rows`), e.g. of an image: out[t] =
+    input_rows[input_row_indices[t], :W] if that index is not negative, else base[t], or zero
+    without base.
     """
 
     out: Value

@@ -30,7 +30,7 @@ CLASSES: dict[str, type[Any]] = {
 def to_json(programs: Mapping[str, Program]) -> dict[str, Any]:
     """Returns a model's Programs as a value for `json.dumps`."""
     pool: list[Any] = []
-    places: dict[Any, int] = {}
+    indices: dict[Any, int] = {}
 
     def encode(item: Any) -> Any:
         if isinstance(item, tuple | list):
@@ -40,7 +40,7 @@ def to_json(programs: Mapping[str, Program]) -> dict[str, Any]:
         if not is_dataclass(item):
             return item
         key = None if isinstance(item, Program) else (type(item).__name__, item)
-        if key is None or key not in places:
+        if key is None or key not in indices:
             encoded_fields = {
                 part.name: encode(getattr(item, part.name))
                 for part in fields(item)
@@ -49,8 +49,8 @@ def to_json(programs: Mapping[str, Program]) -> dict[str, Any]:
             pool.append([type(item).__name__, encoded_fields])
             if key is None:
                 return {"at": len(pool) - 1}
-            places[key] = len(pool) - 1
-        return {"at": places[key]}
+            indices[key] = len(pool) - 1
+        return {"at": indices[key]}
 
     roots = {name: encode(program) for name, program in programs.items()}
     return {"format": FORMAT, "pool": pool, "programs": roots}

@@ -78,15 +78,15 @@ class PrefixWeigher:
     def _batch(self, query: BlockQuery) -> StepBatch:
         """Builds a step without sampling."""
         num_tokens, num_groups = len(query.token_ids), len(self.part.kv_layouts)
-        places = np.arange(num_tokens, dtype=np.int32)
+        key_indices = np.arange(num_tokens, dtype=np.int32)
         blocks = np.arange(-(-num_tokens // BLOCK_SIZE), dtype=np.int32)
         return StepBatch(
             token_ids=np.array(query.token_ids, np.int32),
-            places=places,
+            key_indices=key_indices,
             positions=np.array(query.positions, np.int32)[None],
             query_starts=np.array([0, num_tokens], np.int32),
             context_lens=np.full((num_groups, 1), num_tokens, np.int32),
-            slots=np.tile(places, (num_groups, 1)),
+            slots=np.tile(key_indices, (num_groups, 1)),
             block_tables=np.tile(blocks, (num_groups, 1, 1)),
             sample_rows=np.zeros(0, np.int32),
         )

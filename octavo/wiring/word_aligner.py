@@ -81,21 +81,21 @@ class ModelWordAligner:
         lens = {"encoder": encoder_input.num_rows, "cross": encoder_input.num_rows}
         context = [lens.get(group.name, count if name == "decoder" else 0) for group in groups]
         written = ("encoder", "cross") if name == "encoder" else ("decoder",)
-        places = np.arange(count, dtype=np.int32)
-        unwritten = np.full_like(places, -1)
-        slots = [places if group.name in written else unwritten for group in groups]
+        key_indices = np.arange(count, dtype=np.int32)
+        unwritten = np.full_like(key_indices, -1)
+        slots = [key_indices if group.name in written else unwritten for group in groups]
         blocks = np.arange(-(-max(*context, count) // BLOCK_SIZE), dtype=np.int32)
         batch = StepBatch(
             token_ids=np.array(token_ids, np.int32),
-            places=places,
-            positions=places[None],
+            key_indices=key_indices,
+            positions=key_indices[None],
             query_starts=np.array([0, count], np.int32),
             context_lens=np.array(context, np.int32)[:, None],
             slots=np.stack(slots),
             block_tables=np.tile(blocks, (len(groups), 1, 1)),
-            sample_rows=places,
+            sample_rows=key_indices,
         )
         if name == "encoder":
-            given = np.frombuffer(encoder_input.rows, "<f4").reshape(count, -1)
-            batch = replace(batch, given=given.astype(np.float32), given_rows=places)
+            rows = np.frombuffer(encoder_input.rows, "<f4").reshape(count, -1).astype(np.float32)
+            batch = replace(batch, input_rows=rows, input_row_indices=key_indices)
         return self._runnables[name].run(batch, kv).arrays["rows"]

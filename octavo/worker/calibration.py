@@ -136,7 +136,7 @@ def make_prompt_batch(
     rows = np.arange(start, num_tokens, dtype=np.int32)
     return StepBatch(
         token_ids=token_ids[start:],
-        places=rows,
+        key_indices=rows,
         positions=np.stack([rows + first_position, *[np.zeros_like(rows)] * (num_axes - 1)]),
         query_starts=np.array([0, len(rows)], np.int32),
         context_lens=np.full((num_groups, 1), num_tokens, np.int32),

@@ -24,11 +24,13 @@ def add_draft_trees(model_input: ModelInput, drafts: DraftLayout) -> None:
         for group, index, block_id in blocks:
             model_input.block_tables[group, row, index] = block_id
         first, end = model_input.query_starts[row : row + 2]
-        places = model_input.places[first:end]
+        key_indices = model_input.key_indices[first:end]
         groups = {group for group, _, _ in blocks}
         for group in groups:
             table = model_input.block_tables[group, row]
-            model_input.slots[group, first:end] = table[places // size] * size + places % size
+            model_input.slots[group, first:end] = (
+                table[key_indices // size] * size + key_indices % size
+            )
         shared = drafts.get_shared_rows(leaf, request)
         for token, source in enumerate(shared, start=request.start):
             slots = [-1] * len(model_input.slots)

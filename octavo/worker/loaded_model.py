@@ -231,7 +231,7 @@ class LoadedModel:
     def _kv_memory(
         self, num_blocks: Sequence[int], report: Report
     ) -> tuple[KvCache, VirtualBlockMap | None]:
-        """Allocates the KV memory in the configured layout. Also returns the places of its blocks;
+        """Allocates the KV memory in the configured layout. Also returns the block map;
         None in the paged layout.
         """
         config, backend, layouts = self.config, self.backend, self.layouts

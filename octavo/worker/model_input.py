@@ -112,10 +112,10 @@ def gather(
     """
     counts = query_starts[1:] - query_starts[:-1]
     owners = row_ids.repeat(counts)
-    places = np.arange(query_starts[-1], dtype=np.int32)
-    places += (ends - query_starts[1:]).repeat(counts)
+    key_indices = np.arange(query_starts[-1], dtype=np.int32)
+    key_indices += (ends - query_starts[1:]).repeat(counts)
     tables, adapters = rows.block_tables, rows.adapters[row_ids]
-    slots = tables[:, owners, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+    slots = tables[:, owners, key_indices // BLOCK_SIZE] * BLOCK_SIZE + key_indices % BLOCK_SIZE
     num_blocks = -(-(int(ends.max()) + num_steps - 1) // BLOCK_SIZE)
     context_lens = ends[None].repeat(len(tables), axis=0)
     if len(rows.input_groups):
@@ -125,9 +125,9 @@ def gather(
         context_lens[rows.input_groups] = input_lens
         num_blocks = max(num_blocks, -(-int(input_lens.max()) // BLOCK_SIZE))
     model_input = ModelInput(
-        token_ids=rows.token_ids[owners, places],
-        places=places,
-        positions=(places + rows.first_positions[owners])[None].repeat(rows.num_axes, axis=0),
+        token_ids=rows.token_ids[owners, key_indices],
+        key_indices=key_indices,
+        positions=(key_indices + rows.first_positions[owners])[None].repeat(rows.num_axes, axis=0),
         query_starts=query_starts,
         context_lens=context_lens,
         slots=np.ascontiguousarray(slots),
@@ -165,7 +165,7 @@ def _close_holes(model_input: ModelInput, unread: NDArray[np.int32]) -> None:
         table[:] = -1
         table[:, : read.shape[1]] = read
     num_tokens = unread * BLOCK_SIZE
-    model_input.places -= num_tokens.repeat(counts)
+    model_input.key_indices -= num_tokens.repeat(counts)
     model_input.context_lens -= num_tokens
     if model_input.sparse_from is not None:
         model_input.sparse_from = model_input.sparse_from - num_tokens
@@ -178,11 +178,11 @@ def gather_inputs(rows: InputBatch, owners: NDArray[np.intp]) -> ModelInput:
     lens = rows.input_lens[owners]
     query_starts = np.zeros(len(owners) + 1, np.int32)
     np.cumsum(lens, out=query_starts[1:])
-    places = np.arange(query_starts[-1], dtype=np.int32) - query_starts[:-1].repeat(lens)
+    key_indices = np.arange(query_starts[-1], dtype=np.int32) - query_starts[:-1].repeat(lens)
     tables, groups = rows.block_tables, rows.input_groups
-    block_ids = tables[groups][:, owners.repeat(lens), places // BLOCK_SIZE]
-    slots = np.full((len(tables), len(places)), -1, np.int32)
-    slots[groups] = block_ids * BLOCK_SIZE + places % BLOCK_SIZE
+    block_ids = tables[groups][:, owners.repeat(lens), key_indices // BLOCK_SIZE]
+    slots = np.full((len(tables), len(key_indices)), -1, np.int32)
+    slots[groups] = block_ids * BLOCK_SIZE + key_indices % BLOCK_SIZE
     context_lens = np.zeros((len(tables), len(owners)), np.int32)
     context_lens[groups] = lens
     num_blocks = -(-int(lens.max()) // BLOCK_SIZE)
@@ -196,15 +196,17 @@ def gather_inputs(rows: InputBatch, owners: NDArray[np.intp]) -> ModelInput:
     input_rows = _join_rows(inputs)
     return ModelInput(
         token_ids=np.array(ids, np.int32),
-        places=places,
-        positions=places[None],
+        key_indices=key_indices,
+        positions=key_indices[None],
         query_starts=query_starts,
         context_lens=context_lens,
         slots=slots,
         block_tables=np.ascontiguousarray(tables[:, owners, :num_blocks]),
         sample_rows=NO_SAMPLES,
-        given=input_rows,
-        given_rows=None if input_rows is None else np.arange(len(places), dtype=np.int32),
+        input_rows=input_rows,
+        input_row_indices=None
+        if input_rows is None
+        else np.arange(len(key_indices), dtype=np.int32),
         rows=owners,
     )
 

@@ -83,7 +83,7 @@ class ModelRunner(ProgramRunner):
         None for other rows.
         """
         # Images change the rows or masks of a step, which must not change between decode steps.
-        if model_input.given is not None or model_input.limits is not None:
+        if model_input.input_rows is not None or model_input.limits is not None:
             return None
         if self._rows.sampling.special_rows and not self._can_decode(model_input):
             return None

@@ -54,8 +54,8 @@ class PoolingRunner(ProgramRunner):
             # The second axis counts segments: 1 for tokens of the second text of a pair.
             counts = np.diff(model_input.query_starts)
             second_starts = self._rows.second_starts[model_input.rows].repeat(counts)
-            segments = (model_input.places >= second_starts).astype(np.int32)
-            model_input.positions = np.stack([model_input.places, segments])
+            segments = (model_input.key_indices >= second_starts).astype(np.int32)
+            model_input.positions = np.stack([model_input.key_indices, segments])
         return [model_input]
 
     def results(self, model_input: ModelInput, output: StepOutput) -> list[RowResult]:

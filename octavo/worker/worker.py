@@ -83,7 +83,7 @@ class Worker:
         self._runners = runners
         self._rows = rows
         self.cache_engine = cache_engine
-        """The KV cache and the places of its blocks."""
+        """The KV cache and its block map."""
         self._connector = cache_engine.connector
         self._kv_counters = cache_engine.counters
         self._launched: deque[LaunchedStep] = deque()

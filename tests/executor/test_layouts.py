@@ -10,7 +10,7 @@ from octavo.executor.native.backend import NativeBackend
 from octavo.executor.torch.backend import TorchBackend
 from octavo.quant.packed import PackedWeight
 from octavo.worker.loaded_model import get_common_layouts
-from tests.executor.test_places import attention_program, batch_of, load
+from tests.executor.test_key_indices import attention_program, batch_of, load
 from tests.support.native_harness import require_native
 
 BACKENDS = pytest.mark.parametrize("kind", [NativeBackend, TorchBackend])

@@ -277,8 +277,8 @@ def test_positions_turn_by_time_row_and_column():
     wanted, _ = oracle("qwen2_vl").model.get_rope_index(
         ids, (ids == IMAGE_ID).int(), torch.tensor(np.asarray(made["image_grid_thw"]))
     )
-    places = np.arange(len(placed.token_ids), dtype=np.int32)
-    np.testing.assert_array_equal(get_positions(places, placed.media, 3), wanted[:, 0].numpy())
+    key_indices = np.arange(len(placed.token_ids), dtype=np.int32)
+    np.testing.assert_array_equal(get_positions(key_indices, placed.media, 3), wanted[:, 0].numpy())
 
 
 def test_blocks_are_no_smaller_than_what_tests_cut():

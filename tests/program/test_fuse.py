@@ -32,7 +32,7 @@ def batch_of(rows, sampled=None):
     """Makes one request's first step, with the rows `sampled`, all where None."""
     return StepBatch(
         token_ids=np.arange(rows, dtype=np.int32),
-        places=np.arange(rows, dtype=np.int32),
+        key_indices=np.arange(rows, dtype=np.int32),
         positions=np.arange(rows, dtype=np.int32)[None],
         query_starts=np.array([0, rows], np.int32),
         context_lens=np.array([[rows]], np.int32),

@@ -42,11 +42,11 @@ def weights_of(of: Program) -> dict[str, np.ndarray]:
 
 
 def batch() -> StepBatch:
-    places = np.array([0, 1, 2, 3, 4, 5, 1, 2, 3], np.int32)
+    key_indices = np.array([0, 1, 2, 3, 4, 5, 1, 2, 3], np.int32)
     return StepBatch(
         token_ids=np.arange(ROWS, dtype=np.int32),
-        places=places,
-        positions=places[None],
+        key_indices=key_indices,
+        positions=key_indices[None],
         query_starts=QUERY_STARTS,
         context_lens=np.zeros((0, 2), np.int32),
         slots=np.zeros((0, ROWS), np.int32),

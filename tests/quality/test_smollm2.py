@@ -158,7 +158,7 @@ def _logits(ids: np.ndarray, dtype: str) -> np.ndarray:
     rows = np.arange(len(ids), dtype=np.int32)
     batch = StepBatch(
         token_ids=ids,
-        places=rows,
+        key_indices=rows,
         positions=rows[None],
         query_starts=np.array([0, len(ids)], np.int32),
         context_lens=np.array([[len(ids)]], np.int32),

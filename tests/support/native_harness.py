@@ -157,7 +157,7 @@ class Case:
             token_ids=np.concatenate([np.arange(rows), np.full(pad, self.num_rows)]).astype(
                 np.int32
             ),
-            places=np.concatenate([np.arange(rows), np.full(pad, -3)]).astype(np.int32),
+            key_indices=np.concatenate([np.arange(rows), np.full(pad, -3)]).astype(np.int32),
             positions=np.concatenate([positions[:rows], np.full(pad, -3)])[None].astype(np.int32),
             query_starts=np.array([0, rows], np.int32),
             context_lens=np.array([[rows]], np.int32),

@@ -136,10 +136,10 @@ class PagedRunner:
 
     def batch(self, spans: list[tuple[Request, int, int]], program: Program) -> StepBatch:
         written = {op.group for op in program.ops if type(op).__name__ == "KvWrite"}
-        places = np.concatenate([np.arange(start, stop) for _, start, stop in spans]).astype(
+        key_indices = np.concatenate([np.arange(start, stop) for _, start, stop in spans]).astype(
             np.int32
         )
-        slots = np.full((len(self.groups), len(places)), -1, np.int32)
+        slots = np.full((len(self.groups), len(key_indices)), -1, np.int32)
         context_lens = np.zeros((len(self.groups), len(spans)), np.int32)
         row = 0
         for index, (request, start, stop) in enumerate(spans):
@@ -157,23 +157,23 @@ class PagedRunner:
         tables = np.full((len(self.groups), len(spans), width), -1, np.int32)
         for index, (request, _, _) in enumerate(spans):
             tables[:, index, : request.blocks.shape[1]] = request.blocks
-        batch = self._padded(spans, places, slots, context_lens, tables)
+        batch = self._padded(spans, key_indices, slots, context_lens, tables)
         firsts = [np.full(stop - start, request.first_position) for request, start, stop in spans]
-        batch.positions[0, : len(places)] += np.concatenate(firsts).astype(np.int32)
+        batch.positions[0, : len(key_indices)] += np.concatenate(firsts).astype(np.int32)
         if len(batch.positions) > 1:
-            batch.positions[1, : len(places)] = np.concatenate(segments)
+            batch.positions[1, : len(key_indices)] = np.concatenate(segments)
         return batch
 
-    def _positions(self, places: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _positions(self, key_indices: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns the places on the first axis and segment 0 on a second one, `[P, T]`."""
         ops = (op for program in self.programs.values() for op in program.ops)
         last_axis = max((op.axis for op in ops if isinstance(op, Embedding)), default=0)
-        return np.stack([places, *[np.zeros_like(places)] * last_axis])
+        return np.stack([key_indices, *[np.zeros_like(key_indices)] * last_axis])
 
     def _padded(
         self,
         spans: list[tuple[Request, int, int]],
-        places: NDArray[np.int32],
+        key_indices: NDArray[np.int32],
         slots: NDArray[np.int32],
         context_lens: NDArray[np.int32],
         tables: NDArray[np.int32],
@@ -183,12 +183,12 @@ class PagedRunner:
             [np.asarray(request.token_ids[start:stop]) for request, start, stop in spans]
         ).astype(np.int32)
         starts = np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int32)
-        padded = np.concatenate([places, np.full(pad, 3, np.int32)])
+        padded = np.concatenate([key_indices, np.full(pad, 3, np.int32)])
         adapters = [np.full(stop - start, request.adapter) for request, start, stop in spans]
         adapter_rows = np.concatenate([*adapters, np.full(pad, -1)]).astype(np.int32)
         return StepBatch(
             token_ids=np.concatenate([ids, np.full(pad, 7, np.int32)]),
-            places=padded,
+            key_indices=padded,
             positions=self._positions(padded),
             query_starts=starts,
             context_lens=context_lens,

@@ -87,7 +87,7 @@ class FakeRunnable(Runnable):
     def _draw(self, batch: StepBatch, kv: FakeKv, entry: int) -> int:
         row = batch.sample_rows[entry]
         request = int(np.searchsorted(batch.query_starts, row, side="right")) - 1
-        position = int(batch.places[row])
+        position = int(batch.key_indices[row])
         histories = []
         for group, tokens in enumerate(kv.tokens):
             assert batch.context_lens[group, request] > position

@@ -71,15 +71,15 @@ def _selected(
     """Returns the keys that a query reads (compacted if it selects some of them) and the query
     relative to them.
     """
-    if op.selection is None or not sparse_rows(len(step.batch.places), step)[query.row, 0]:
+    if op.selection is None or not sparse_rows(len(step.batch.key_indices), step)[query.row, 0]:
         return keys, query
     assert op.partial_q is not None
     masses = _block_masses(op, op.selection, query, step)
     chosen = chosen_blocks(masses, op.selection)
-    places = (chosen[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
-    places = places[places < query.last] - keys.start
-    own = Keys(0, keys.k[places], keys.v[places])
-    return own, Query(query.row, len(places) - 1, 0, len(places))
+    key_indices = (chosen[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
+    key_indices = key_indices[key_indices < query.last] - keys.start
+    own = Keys(0, keys.k[key_indices], keys.v[key_indices])
+    return own, Query(query.row, len(key_indices) - 1, 0, len(key_indices))
 
 
 def chosen_blocks(masses: Floats, selection: KeySelection) -> NDArray[np.int64]:
@@ -98,15 +98,15 @@ def _block_masses(
     assert op.partial_q is not None
     group = step.program.group_index(selection.group)
     request = int(np.searchsorted(step.batch.query_starts, query.row, side="right")) - 1
-    places = np.arange(query.last)
-    blocks = step.batch.block_tables[group, request][places // BLOCK_SIZE]
-    k = step.kv[group].k[selection.layer][blocks, places % BLOCK_SIZE].astype(np.float64)
+    key_indices = np.arange(query.last)
+    blocks = step.batch.block_tables[group, request][key_indices // BLOCK_SIZE]
+    k = step.kv[group].k[selection.layer][blocks, key_indices % BLOCK_SIZE].astype(np.float64)
     q = step.get(op.partial_q)[query.row].reshape(k.shape[1], -1, k.shape[2])
     scores = op.scale * (q @ k.transpose(1, 2, 0)).reshape(op.num_heads, -1)
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     shares = (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
     masses = np.zeros(-(-query.last // BLOCK_SIZE))
-    np.add.at(masses, places // BLOCK_SIZE, shares)
+    np.add.at(masses, key_indices // BLOCK_SIZE, shares)
     return masses
 
 
@@ -265,7 +265,7 @@ def _requests(
 def _query(
     batch: StepBatch, row: int, context: int, mask: ops.MaskKind, window: int | None
 ) -> Query:
-    key_index = int(batch.places[row])
+    key_index = int(batch.key_indices[row])
     if mask == "full":
         return Query(row, key_index, 0, context)
     first = 0
@@ -281,9 +281,9 @@ def _read(
     op: ops.Attention | ops.MlaAttention, step: ReferenceStep, group: int, request: int, span: range
 ) -> Keys:
     """Gathers a range of keys through the block table."""
-    places = np.arange(span.start, span.stop)
-    blocks = step.batch.block_tables[group, request][places // BLOCK_SIZE]
-    index = (blocks, places % BLOCK_SIZE)
+    key_indices = np.arange(span.start, span.stop)
+    blocks = step.batch.block_tables[group, request][key_indices // BLOCK_SIZE]
+    index = (blocks, key_indices % BLOCK_SIZE)
     arrays = step.kv[group]
     return Keys(
         span.start,

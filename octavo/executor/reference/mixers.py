@@ -35,7 +35,7 @@ def short_conv(op: ShortConv, step: ReferenceStep) -> Made:
     for request, a, b in _live_requests(step):
         table = step.batch.block_tables[group, request]
         for t in range(a, b):
-            key_index, own = int(step.batch.places[t]), weight.shape[1] - 1
+            key_index, own = int(step.batch.key_indices[t]), weight.shape[1] - 1
             for tap in range(max(0, own - key_index), own):
                 block, offset = divmod(key_index - own + tap, BLOCK_SIZE)
                 out[t] += weight[:, tap] * rows[table[block], offset].astype(np.float64)
@@ -61,7 +61,7 @@ def selective_scan(op: SelectiveScan, step: ReferenceStep) -> Made:
 
     for request, first, end in _live_requests(step):
         key_index, block = (
-            int(step.batch.places[first]),
+            int(step.batch.key_indices[first]),
             step.batch.block_tables[group, request, 0],
         )
         block_states = StateBlock(step.kv[group], op.layer, int(block))

@@ -409,9 +409,9 @@ def scatter_rows(op: ops.ScatterRows, step: ReferenceStep) -> Made:
         if op.base is None
         else step.get(op.base).copy()
     )
-    if batch.given is not None and batch.given_rows is not None:
-        is_replaced = batch.given_rows >= 0
-        out[is_replaced] = batch.given[batch.given_rows[is_replaced], : op.out.width]
+    if batch.input_rows is not None and batch.input_row_indices is not None:
+        is_replaced = batch.input_row_indices >= 0
+        out[is_replaced] = batch.input_rows[batch.input_row_indices[is_replaced], : op.out.width]
     return (out,)
 
 

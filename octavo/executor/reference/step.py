@@ -103,5 +103,5 @@ def sparse_rows(num_rows: int, step: ReferenceStep) -> NDArray[np.bool_]:
     batch, is_sparse = step.batch, np.zeros((num_rows, 1), np.bool_)
     if batch.sparse_from is not None:
         begins = batch.sparse_from.repeat(np.diff(batch.query_starts))
-        is_sparse[: len(begins), 0] = batch.places[: len(begins)] >= begins
+        is_sparse[: len(begins), 0] = batch.key_indices[: len(begins)] >= begins
     return is_sparse

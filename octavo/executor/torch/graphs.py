@@ -94,7 +94,7 @@ class DecodeGraphs:
             return None
         return StepBatch(
             token_ids=_filled(batch.token_ids, (size,), 0),
-            places=_filled(batch.places, (size,), 0),
+            key_indices=_filled(batch.key_indices, (size,), 0),
             positions=_filled(batch.positions, (len(batch.positions), size), 0),
             query_starts=np.arange(size + 1, dtype=np.int32),
             context_lens=_filled(batch.context_lens, (len(batch.slots), size), 1),
@@ -111,7 +111,7 @@ def longest_decode(size: int, width: int, num_groups: int, num_axes: int = 1) ->
     context = width * BLOCK_SIZE
     return StepBatch(
         token_ids=np.zeros(size, np.int32),
-        places=np.zeros(size, np.int32),
+        key_indices=np.zeros(size, np.int32),
         positions=np.zeros((num_axes, size), np.int32),
         query_starts=np.arange(size + 1, dtype=np.int32),
         context_lens=np.full((num_groups, size), context, np.int32),
@@ -127,7 +127,7 @@ def _is_decode(batch: StepBatch) -> bool:
     if (
         not num
         or batch.hidden is not None
-        or batch.given is not None
+        or batch.input_rows is not None
         or batch.limits is not None
         or batch.copies is not None
         or len(batch.query_starts) != num + 1

@@ -75,11 +75,11 @@ def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
     """
     own = batch.slots[:, row : row + 1] >= 0
     context = batch.context_lens[:, request : request + 1]
-    limit = batch.places[row] + 1 if batch.limits is None else batch.limits[row]
+    limit = batch.key_indices[row] + 1 if batch.limits is None else batch.limits[row]
     context = np.where(own, np.minimum(context, limit), context).astype(np.int32)
     return StepBatch(
         token_ids=batch.token_ids[row : row + 1],
-        places=batch.places[row : row + 1],
+        key_indices=batch.key_indices[row : row + 1],
         positions=batch.positions[:, row : row + 1],
         query_starts=np.array([0, 1], np.int32),
         context_lens=context,
@@ -89,8 +89,10 @@ def _alone(batch: StepBatch, row: int, request: int) -> StepBatch:
         ],
         sample_rows=np.zeros(0, np.int32),
         hidden=None if batch.hidden is None else batch.hidden[row : row + 1],
-        given=batch.given,
-        given_rows=None if batch.given_rows is None else batch.given_rows[row : row + 1],
+        input_rows=batch.input_rows,
+        input_row_indices=None
+        if batch.input_row_indices is None
+        else batch.input_row_indices[row : row + 1],
         limits=None if batch.limits is None else batch.limits[row : row + 1],
         adapter_rows=None if batch.adapter_rows is None else batch.adapter_rows[row : row + 1],
         last_tokens=_last_tokens(batch, row, slice(0, 0)),

@@ -22,18 +22,18 @@ def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> S
     num_rows = options.max_tokens
     lengths = [options.max_context] * (num_rows // options.max_context)
     lengths += [num_rows % options.max_context] if num_rows % options.max_context else []
-    places = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
+    key_indices = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
     blocks = [-(-length // BLOCK_SIZE) for length in lengths]
     firsts = np.cumsum([0, *blocks])[:-1]
     tables = np.full((len(lengths), max(blocks)), -1, np.int32)
     for request, (first, count) in enumerate(zip(firsts, blocks, strict=True)):
         tables[request, :count] = np.arange(first, first + count)
     owners = np.repeat(np.arange(len(lengths)), lengths)
-    slots = tables[owners, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+    slots = tables[owners, key_indices // BLOCK_SIZE] * BLOCK_SIZE + key_indices % BLOCK_SIZE
     return StepBatch(
         token_ids=np.zeros(num_rows, np.int32),
-        places=places,
-        positions=places[None],
+        key_indices=key_indices,
+        positions=key_indices[None],
         query_starts=np.cumsum([0, *lengths]).astype(np.int32),
         context_lens=np.broadcast_to(
             np.array(lengths, np.int32), (num_groups, len(lengths))

@@ -32,11 +32,11 @@ def short_conv(op: ShortConv, step: Step) -> Made:
         factors = torch.tensor(op.factors).repeat_interleave(widths)
         weight = weight * factors[:, None].to(step.device)
     own = weight.shape[1] - 1
-    places, tables = step.inputs["places"].long(), _get_row_tables(step, group_index)
+    key_indices, tables = step.inputs["key_indices"].long(), _get_row_tables(step, group_index)
     rows = step.kv[group_index].k.layer(op.layer).numbers[:, :, 0]
     out = torch.zeros_like(x)
     for tap in range(own):
-        earlier = places - own + tap
+        earlier = key_indices - own + tap
         clamped = earlier.clamp(min=0)
         blocks = tables.gather(1, (clamped // BLOCK_SIZE)[:, None])[:, 0]
         row = torch.where((earlier >= 0)[:, None], rows[blocks, clamped % BLOCK_SIZE], 0.0)
@@ -54,7 +54,9 @@ def _get_row_tables(step: Step, group: int) -> Tensor:
 
     def find() -> Tensor:
         tables, ends = step.inputs["block_tables"][group], step.inputs["query_starts"][1:]
-        rows = torch.arange(step.inputs["places"].shape[0], device=step.device, dtype=ends.dtype)
+        rows = torch.arange(
+            step.inputs["key_indices"].shape[0], device=step.device, dtype=ends.dtype
+        )
         request = torch.searchsorted(ends, rows, right=True).clamp(max=len(tables) - 1)
         return tables[request].long()
 
@@ -97,7 +99,7 @@ class RequestSpans:
     """First row of each request, `[R]`; arbitrary for requests without rows."""
     counts: Tensor
     """`[R]`"""
-    places: Tensor
+    key_indices: Tensor
     """Key index of each request's first row, `[R]`."""
     shortest: int
     longest: int
@@ -105,13 +107,13 @@ class RequestSpans:
 
     @staticmethod
     def of(step: Step) -> RequestSpans:
-        starts, places = step.inputs["query_starts"].long(), step.inputs["places"]
-        firsts = starts[:-1].clamp(max=len(places) - 1)
+        starts, key_indices = step.inputs["query_starts"].long(), step.inputs["key_indices"]
+        firsts = starts[:-1].clamp(max=len(key_indices) - 1)
         counts = np.diff(step.batch.query_starts)
         return RequestSpans(
             firsts,
             starts[1:] - starts[:-1],
-            places[firsts].long(),
+            key_indices[firsts].long(),
             int(counts.min(initial=0)),
             int(counts.max(initial=0)),
         )
@@ -193,8 +195,8 @@ class StateSlots:
             group.k.layer(layer).numbers,
             group.v.layer(layer).numbers,
             blocks,
-            spans.places,
-            spans.places + spans.counts,
+            spans.key_indices,
+            spans.key_indices + spans.counts,
         )
 
     def read(self) -> Tensor:

@@ -244,16 +244,16 @@ def gather_rows(op: ops.GatherRows, step: Step) -> Made:
 
 
 def scatter_rows(op: ops.ScatterRows, step: Step) -> Made:
-    count = len(step.inputs["places"])
+    count = len(step.inputs["key_indices"])
     if op.base is None:
         out = torch.zeros(count, op.out.width, dtype=step.dtype, device=step.device)
     else:
         out = step.get(op.base)
-    if "given" not in step.inputs:
+    if "input_rows" not in step.inputs:
         return (out,)
-    rows = step.inputs["given_rows"]
-    given = step.inputs["given"][:, : op.out.width]
-    external = given.to(step.dtype)[rows.clamp(min=0)]
+    rows = step.inputs["input_row_indices"]
+    input_rows = step.inputs["input_rows"][:, : op.out.width]
+    external = input_rows.to(step.dtype)[rows.clamp(min=0)]
     return (torch.where((rows >= 0)[:, None], external, out),)
 
 

@@ -143,7 +143,7 @@ def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
     spare = np.array(num_blocks, np.int32)[:, None] * BLOCK_SIZE
     arrays: dict[str, NDArray] = {
         "token_ids": np.where(live, batch.token_ids, 0),
-        "places": np.where(live, batch.places, 0),
+        "key_indices": np.where(live, batch.key_indices, 0),
         "positions": np.where(live, batch.positions, 0),
         "slots": np.where(batch.slots < 0, spare, batch.slots).astype(np.int64),
         "query_starts": batch.query_starts,
@@ -153,9 +153,9 @@ def step_arrays(batch: StepBatch, num_blocks: list[int]) -> dict[str, NDArray]:
     }
     if batch.hidden is not None:
         arrays["hidden"] = batch.hidden
-    if batch.given is not None and batch.given_rows is not None:
-        arrays["given"] = batch.given
-        arrays["given_rows"] = batch.given_rows.astype(np.int32)
+    if batch.input_rows is not None and batch.input_row_indices is not None:
+        arrays["input_rows"] = batch.input_rows
+        arrays["input_row_indices"] = batch.input_row_indices.astype(np.int32)
     if batch.limits is not None:
         arrays["limits"] = batch.limits
     if batch.adapter_rows is not None:

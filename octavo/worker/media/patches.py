@@ -133,24 +133,24 @@ def tower_batch(
     starts, count = patches.window_starts.copy(), len(patches.rows) + num_extra
     starts[1:] += num_extra
     lengths = np.diff(starts)
-    places = np.arange(count, dtype=np.int32)
+    key_indices = np.arange(count, dtype=np.int32)
     tables, slots, contexts = [], [], []
     for group in groups:
         if group.name == WINDOW:
             num_blocks = -(-lengths // BLOCK_SIZE)
             firsts = np.cumsum([0, *num_blocks])[:-1]
-            within = places - starts[:-1].repeat(lengths)
+            within = key_indices - starts[:-1].repeat(lengths)
             slots.append(firsts.repeat(lengths) * BLOCK_SIZE + within)
             tables.append([range(a, a + n) for a, n in zip(firsts, num_blocks, strict=True)])
             contexts.append(lengths)
         else:
-            slots.append(places)
+            slots.append(key_indices)
             tables.append([range(-(-count // BLOCK_SIZE))] * len(lengths))
             contexts.append(np.full(len(lengths), count))
     num = len(lengths)
     return StepBatch(
         token_ids=np.zeros(count, np.int32),
-        places=places,
+        key_indices=key_indices,
         positions=np.ascontiguousarray(
             np.pad(patches.positions + num_extra, ((0, 0), (num_extra, 0)))
         ),
@@ -158,9 +158,9 @@ def tower_batch(
         context_lens=np.array(contexts, np.int32).reshape(len(groups), num),
         slots=np.array(slots, np.int32).reshape(len(groups), count),
         block_tables=_padded(tables, num),
-        sample_rows=places[num_extra:],
-        given=patches.rows,
-        given_rows=places - num_extra,
+        sample_rows=key_indices[num_extra:],
+        input_rows=patches.rows,
+        input_row_indices=key_indices - num_extra,
     )
 
 
@@ -169,23 +169,23 @@ def get_num_blocks(batch: StepBatch) -> list[int]:
     return [int(table.max(initial=-1)) + 1 for table in batch.block_tables]
 
 
-def rows_batch(rows: Rows, rows_a_request: int) -> StepBatch:
-    """Returns a step without keys over given rows, `rows_per_request` in each request."""
+def rows_batch(rows: Rows, rows_per_request: int) -> StepBatch:
+    """Returns a step without keys over input rows, `rows_per_request` in each request."""
     count = len(rows)
-    starts = np.arange(0, count + 1, rows_a_request, dtype=np.int32)
+    starts = np.arange(0, count + 1, rows_per_request, dtype=np.int32)
     num = len(starts) - 1
     at = np.arange(count, dtype=np.int32)
     return StepBatch(
         token_ids=np.zeros(count, np.int32),
-        places=np.zeros(count, np.int32),
+        key_indices=np.zeros(count, np.int32),
         positions=np.zeros((1, count), np.int32),
         query_starts=starts,
         context_lens=np.zeros((0, num), np.int32),
         slots=np.zeros((0, count), np.int32),
         block_tables=np.zeros((0, num, 1), np.int32),
         sample_rows=at,
-        given=rows,
-        given_rows=at,
+        input_rows=rows,
+        input_row_indices=at,
     )
 
 

@@ -63,26 +63,26 @@ class StepMedia:
             if row in self._rows.media
         ]
         if self._num_axes > 1:
-            model_input.positions = np.repeat(model_input.places[None], self._num_axes, axis=0)
+            model_input.positions = np.repeat(model_input.key_indices[None], self._num_axes, axis=0)
         if not media_by_row:
             return
         image_rows: list[Rows] = []
-        row_indices = np.full(len(model_input.places), -1, np.int32)
-        limits = model_input.places + np.int32(1)
+        row_indices = np.full(len(model_input.key_indices), -1, np.int32)
+        limits = model_input.key_indices + np.int32(1)
         for index, media in media_by_row:
             part = slice(
                 int(model_input.query_starts[index]), int(model_input.query_starts[index + 1])
             )
-            places = model_input.places[part]
+            key_indices = model_input.key_indices[part]
             if self._num_axes > 1:
-                model_input.positions[:, part] = get_positions(places, media, self._num_axes)
+                model_input.positions[:, part] = get_positions(key_indices, media, self._num_axes)
             for item in media:
                 if item.is_whole:
                     together = part.start + np.flatnonzero(
-                        (places >= item.start) & (places < item.end)
+                        (key_indices >= item.start) & (key_indices < item.end)
                     )
                     limits[together] = np.maximum(limits[together], item.end)
-                inside, at = find_rows(places, item)
+                inside, at = find_rows(key_indices, item)
                 if not len(inside):
                     continue
                 token_indices = part.start + inside
@@ -90,11 +90,11 @@ class StepMedia:
                 row_indices[token_indices] = first + np.arange(len(inside), dtype=np.int32)
                 image_rows.append(self._get_rows(item)[at])
         if image_rows:
-            model_input.given, model_input.given_rows = (
+            model_input.input_rows, model_input.input_row_indices = (
                 np.concatenate(image_rows),
                 row_indices,
             )
-        if (limits > model_input.places + 1).any():
+        if (limits > model_input.key_indices + 1).any():
             model_input.limits = limits
 
     def _get_rows(self, item: MediaItem) -> Rows:
@@ -112,13 +112,13 @@ class StepMedia:
 
 
 def find_rows(
-    places: NDArray[np.int32], item: MediaItem
+    key_indices: NDArray[np.int32], item: MediaItem
 ) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """Returns which of the tokens at `places` are rows of a medium, and which row each is."""
+    """Returns which of the tokens at `key_indices` are rows of a medium, and which row each is."""
     if not item.is_encoded:
         return np.zeros(0, np.intp), np.zeros(0, np.int32)
-    inside = np.flatnonzero((places >= item.start) & (places < item.end))
-    index = places[inside] - item.start
+    inside = np.flatnonzero((key_indices >= item.start) & (key_indices < item.end))
+    index = key_indices[inside] - item.start
     if not item.line_tokens:
         return inside, index
     line, column = np.divmod(index, np.int32(item.line_tokens))
@@ -127,20 +127,20 @@ def find_rows(
 
 
 def get_positions(
-    places: NDArray[np.int32], media: Iterable[MediaItem], num_axes: int
+    key_indices: NDArray[np.int32], media: Iterable[MediaItem], num_axes: int
 ) -> NDArray[np.int32]:
     """Returns the positions of tokens by time, row and column, `[num_axes, T]`: image tokens follow
     the image's grid, and text continues after the largest row or column (M-RoPE, Wang et al. 2024).
     """
-    positions = np.repeat(places[None], num_axes, axis=0)
+    positions = np.repeat(key_indices[None], num_axes, axis=0)
     shift = start = 0
     for item in media:
-        inside = np.flatnonzero((places >= item.start) & (places < item.end))
-        index = places[inside] - item.start
+        inside = np.flatnonzero((key_indices >= item.start) & (key_indices < item.end))
+        index = key_indices[inside] - item.start
         start = start if item.joins else item.start + shift
         positions[0, inside] = start + item.time
         positions[1, inside] = start + index // item.grid[1]
         positions[2, inside] = start + index % item.grid[1]
         shift += (0 if item.joins else max(item.grid)) - item.num_tokens
-        positions[:, places >= item.end] = places[places >= item.end] + shift
+        positions[:, key_indices >= item.end] = key_indices[key_indices >= item.end] + shift
     return positions

@@ -280,7 +280,7 @@ def _whole_texts(token_ids: NDArray[np.int32], program: Program) -> StepBatch:
     """Returns all texts as prompts of one step."""
     num_texts, length = token_ids.shape
     last_axis = max((op.axis for op in program.ops if isinstance(op, Embedding)), default=0)
-    places = np.tile(np.arange(length, dtype=np.int32), num_texts)
+    key_indices = np.tile(np.arange(length, dtype=np.int32), num_texts)
     first = original_context(program).first_position(length)
     rows = np.arange(token_ids.size, dtype=np.int32)
     tables = np.arange(token_ids.size // BLOCK_SIZE, dtype=np.int32).reshape(num_texts, -1)
@@ -288,8 +288,8 @@ def _whole_texts(token_ids: NDArray[np.int32], program: Program) -> StepBatch:
     num_groups = len(program.groups)
     return StepBatch(
         token_ids=np.ascontiguousarray(token_ids).reshape(-1),
-        places=places,
-        positions=np.stack([places + first, *[np.zeros_like(places)] * last_axis]),
+        key_indices=key_indices,
+        positions=np.stack([key_indices + first, *[np.zeros_like(key_indices)] * last_axis]),
         query_starts=np.arange(num_texts + 1, dtype=np.int32) * length,
         context_lens=np.full((num_groups, num_texts), length, np.int32),
         slots=np.tile(rows, (num_groups, 1)),

@@ -181,7 +181,7 @@ class Run:
             tables[0, index, : -(-stop // 16)] = self.tables[r][: -(-stop // 16)]
         return StepBatch(
             token_ids=np.concatenate([*tokens, [self.shape.num_tokens] * pad]).astype(np.int32),
-            places=np.concatenate([*at, [0] * pad]).astype(np.int32),
+            key_indices=np.concatenate([*at, [0] * pad]).astype(np.int32),
             positions=np.concatenate([*at, [0] * pad])[None].astype(np.int32),
             query_starts=np.cumsum([0, *rows]).astype(np.int32),
             context_lens=np.array([[stop for _, _, stop in spans]], np.int32),

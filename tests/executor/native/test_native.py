@@ -324,7 +324,7 @@ def test_a_steps_arrays_have_all_their_axes():
         runnable.run(step, case.memory(runnable))
 
 
-LENGTHS = ["places", "positions", "context_lens", "slots", "block_tables"]
+LENGTHS = ["key_indices", "positions", "context_lens", "slots", "block_tables"]
 
 
 @pytest.mark.parametrize("name", LENGTHS)

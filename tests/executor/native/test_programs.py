@@ -23,7 +23,7 @@ def batch_of(rows, samples):
     """Two rows of NaN behind the others; sampled rows may repeat."""
     return StepBatch(
         token_ids=np.concatenate([np.arange(rows), [NUM_ROWS] * 2]).astype(np.int32),
-        places=np.concatenate([np.arange(rows), [-1] * 2]).astype(np.int32),
+        key_indices=np.concatenate([np.arange(rows), [-1] * 2]).astype(np.int32),
         positions=np.concatenate([np.arange(rows), [-1] * 2])[None].astype(np.int32),
         query_starts=np.array([0, rows], np.int32),
         context_lens=np.array([[rows]], np.int32),

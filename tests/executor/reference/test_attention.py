@@ -115,7 +115,9 @@ class PlainAttention:
 def step_of(xs, starts, tables, *, pad=0):
     """Makes a step that computes rows starts[r].. of each request; `xs` hold all rows of each."""
     rows = [x[start:] for x, start in zip(xs, starts, strict=True)]
-    places = np.concatenate([np.arange(start, len(x)) for x, start in zip(xs, starts, strict=True)])
+    key_indices = np.concatenate(
+        [np.arange(start, len(x)) for x, start in zip(xs, starts, strict=True)]
+    )
     slots = np.concatenate(
         [
             [table[p // 16] * 16 + p % 16 for p in range(start, len(x))]
@@ -124,9 +126,9 @@ def step_of(xs, starts, tables, *, pad=0):
     )
     width = max(map(len, tables))
     return StepBatch(
-        token_ids=np.zeros(len(places) + pad, np.int32),
-        places=np.concatenate([places, np.full(pad, -5)]).astype(np.int32),
-        positions=np.concatenate([places, np.full(pad, -5)])[None].astype(np.int32),
+        token_ids=np.zeros(len(key_indices) + pad, np.int32),
+        key_indices=np.concatenate([key_indices, np.full(pad, -5)]).astype(np.int32),
+        positions=np.concatenate([key_indices, np.full(pad, -5)])[None].astype(np.int32),
         query_starts=np.cumsum([0, *map(len, rows)]).astype(np.int32),
         context_lens=np.array([[len(x) for x in xs]], np.int32),
         slots=np.concatenate([slots, np.full(pad, -1)])[None].astype(np.int32),

@@ -35,7 +35,7 @@ def batch_of(num_rows, positions=None):
     """Makes a step of one request's rows, without any cache."""
     return StepBatch(
         token_ids=np.zeros(num_rows, np.int32),
-        places=np.arange(num_rows, dtype=np.int32),
+        key_indices=np.arange(num_rows, dtype=np.int32),
         positions=np.arange(num_rows, dtype=np.int32)[None]
         if positions is None
         else np.array([positions], np.int32),

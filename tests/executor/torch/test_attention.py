@@ -15,7 +15,7 @@ from octavo.executor.torch.backend import TorchBackend
 from octavo.program import ops
 from octavo.program.program import Weight
 from tests.executor.native.test_attention import HEADS, MASKS, Run, Shape, chunks, mixed
-from tests.executor.test_places import attention_program, logits
+from tests.executor.test_key_indices import attention_program, logits
 
 TOLERANCE = 5e-5
 

@@ -60,7 +60,7 @@ class AttentionCall:
     """`[R, B] int32`, on the device"""
     context_lens: Tensor
     """Keys per request, `[R] int32`, on the device."""
-    places: Tensor
+    key_indices: Tensor
     """Key index of each row, `[T] int32`, on the device."""
     inputs: Mapping[str, Tensor]
     """All device arrays of the step, by name."""

@@ -118,7 +118,7 @@ def _paging(
     return {
         "block_tables": step.inputs["block_tables"][group_index],
         "context_lens": step.inputs["context_lens"][group_index],
-        "places": step.inputs["places"],
+        "key_indices": step.inputs["key_indices"],
         "limits": step.inputs.get("limits"),
         "inputs": step.inputs,
         "batch": step.batch,
@@ -195,8 +195,8 @@ def disentangled_attention(op: ops.Attention, bias: ops.PositionBuckets, step: S
 
 def _buckets(bias: ops.PositionBuckets, count: int, device: torch.device) -> Tensor:
     """Returns the bucket of each query-key pair, `[count, count]`."""
-    places = np.arange(count)
-    return torch.from_numpy(position_buckets(places[:, None] - places, bias)).to(device)
+    key_indices = np.arange(count)
+    return torch.from_numpy(position_buckets(key_indices[:, None] - key_indices, bias)).to(device)
 
 
 def _by_head(buckets: Tensor, num_heads: int) -> Tensor:

@@ -63,10 +63,10 @@ def make_query_rows(
     device: torch.device,
 ) -> QueryRows:
     starts = batch.query_starts
-    context, places = batch.context_lens[group], batch.places
+    context, key_indices = batch.context_lens[group], batch.key_indices
     num_rows = np.diff(starts)
     singles = np.flatnonzero((num_rows == 1) & (context > 0))
-    firsts = first_keys(places[starts[:-1][singles]], window, chunks=chunks)
+    firsts = first_keys(key_indices[starts[:-1][singles]], window, chunks=chunks)
     spans = [
         _span(batch, group, int(r), full=full, window=window, chunks=chunks)
         for r in np.flatnonzero((num_rows > 1) & (context > 0))
@@ -81,11 +81,15 @@ def make_query_rows(
     )
 
 
-def first_keys(places: NDArray[np.int32], window: int | None, *, chunks: bool) -> NDArray[np.int32]:
+def first_keys(
+    key_indices: NDArray[np.int32], window: int | None, *, chunks: bool
+) -> NDArray[np.int32]:
     """Returns each row's first visible key; negative if all previous keys are visible."""
     if window is None:
-        return np.zeros_like(places)
-    firsts: NDArray[np.int32] = places - places % window if chunks else places + 1 - window
+        return np.zeros_like(key_indices)
+    if chunks:
+        return key_indices - key_indices % window
+    firsts: NDArray[np.int32] = key_indices + 1 - window
     return firsts
 
 
@@ -94,8 +98,8 @@ def _span(
 ) -> Span:
     start, stop = int(batch.query_starts[request]), int(batch.query_starts[request + 1])
     context = int(batch.context_lens[group, request])
-    last = int(batch.places[stop - 1]) + 1
+    last = int(batch.key_indices[stop - 1]) + 1
     if batch.limits is not None:
         last = int(batch.limits[start:stop].max())
-    first = max(0, int(first_keys(batch.places[start : start + 1], window, chunks=chunks)[0]))
+    first = max(0, int(first_keys(batch.key_indices[start : start + 1], window, chunks=chunks)[0]))
     return Span(request, start, stop, first, context if full else min(last, context))

@@ -46,7 +46,7 @@ class Sdpa:
 class _Keys(NamedTuple):
     """Keys of requests with a single row."""
 
-    places: Tensor
+    key_indices: Tensor
     """`[R]`"""
     tables: Tensor
     context_lens: Tensor
@@ -56,7 +56,7 @@ class _Keys(NamedTuple):
 
 def _attend(call: AttentionCall) -> Tensor:
     rows = call.rows
-    keys = _Keys(call.places, call.block_tables, call.context_lens, call.limits)
+    keys = _Keys(call.key_indices, call.block_tables, call.context_lens, call.limits)
     if rows.singles is None and not rows.spans:
         return _decode(call, call.q, keys)
     out = torch.zeros(
@@ -65,7 +65,7 @@ def _attend(call: AttentionCall) -> Tensor:
     if rows.num_singles:
         assert rows.singles is not None and rows.rows is not None
         keys = _Keys(
-            call.places[rows.rows],
+            call.key_indices[rows.rows],
             call.block_tables[rows.singles],
             call.context_lens[rows.singles],
             None if call.limits is None else call.limits[rows.rows],
@@ -80,14 +80,14 @@ def _decode(call: AttentionCall, q: Tensor, rows: _Keys) -> Tensor:
     """Computes requests with one row, `q [R, H, Dk]`, over the number of blocks of the longest
     request.
     """
-    places, tables, context_lens, limits = rows
+    key_indices, tables, context_lens, limits = rows
     first, last = call.rows.first_block, call.rows.last_block
     at_once = max(1, MOST_SCORES // max(1, (last - first) * BLOCK_SIZE * q.shape[1] * 4))
     outputs = []
     for start in range(0, len(q), at_once):
         part = slice(start, start + at_once)
         keys = torch.arange(first * BLOCK_SIZE, last * BLOCK_SIZE, device=q.device)
-        query_indices, limit = places[part, None], context_lens[part, None]
+        query_indices, limit = key_indices[part, None], context_lens[part, None]
         own = query_indices + 1 if limits is None else limits[part, None]
         seen = (keys < limit) if call.full else (keys < limit) & (keys < own)
         if call.window is not None:
@@ -108,7 +108,7 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
     outputs = []
     for start in range(span.start, span.stop, at_once):
         part = slice(start, min(start + at_once, span.stop))
-        query_indices = call.places[part]
+        query_indices = call.key_indices[part]
         own = query_indices + 1 if call.limits is None else call.limits[part]
         seen = within if call.full else within & (keys < own[:, None])
         if call.window is not None:
@@ -121,9 +121,9 @@ def _prefill(call: AttentionCall, span: Span) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _first_keys(places: Tensor, window: int, *, chunks: bool) -> Tensor:
+def _first_keys(key_indices: Tensor, window: int, *, chunks: bool) -> Tensor:
     """Returns each row's first visible key."""
-    return places - places % window if chunks else places + 1 - window
+    return key_indices - key_indices % window if chunks else key_indices + 1 - window
 
 
 def _gather(call: AttentionCall, tables: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -141,7 +141,7 @@ class TritonAttention:
                 accs=torch.empty((*shape, call.v_width), dtype=torch.float32, device=out.device),
             )
             slots = Slots(
-                places=call.places,
+                key_indices=call.key_indices,
                 context_lens=call.context_lens,
                 row_of=call.rows.rows,
                 request_of=call.rows.singles,
@@ -167,7 +167,7 @@ class TritonAttention:
             mask=Mask.of(call),
             widths=Widths.of(call),
             heads=heads,
-            requests=Requests(call.places, call.context_lens, starts),
+            requests=Requests(call.key_indices, call.context_lens, starts),
             sinks=call.sinks,
             table_width=call.block_tables.stride(0),
             num_requests=num_requests,

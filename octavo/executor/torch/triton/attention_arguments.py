@@ -153,7 +153,7 @@ class HeadTile(NamedTuple):
 class Slots(NamedTuple):
     """Single-row requests of a launch; a slot is one of them."""
 
-    places: Tensor
+    key_indices: Tensor
     """Key index of each row of the step, `[T]`."""
     context_lens: Tensor
     """Keys of each request of the step, `[R]`."""
@@ -189,7 +189,7 @@ class Runs(NamedTuple):
 class Requests(NamedTuple):
     """Requests of a step, for `prefill.py`."""
 
-    places: Tensor
+    key_indices: Tensor
     """Key index of each row, `[T]`."""
     context_lens: Tensor
     """Keys of each request, `[R]`."""

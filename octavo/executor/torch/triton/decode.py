@@ -77,7 +77,7 @@ def decode_kernel(
         request = tl.load(slots.request_of + slot)
         owner = tl.load(slots.request_of + leader).to(tl.int64)
         table = kv.block_tables + owner * table_width
-    key_index = tl.load(slots.places + row)
+    key_index = tl.load(slots.key_indices + row)
     context = tl.load(slots.context_lens + request)
     lanes = load_lanes(q, row, head, valid, key_index, context, mask, widths)
     first_key = tl.min(tl.where(valid, lanes.low, 1 << 30), axis=0)

@@ -47,7 +47,7 @@ def merge_kernel(
         request = tl.load(slots.request_of + slot)
     # All heads of a row see the same keys: one lane would suffice, but `visible` takes a tile.
     zeros = tl.zeros([HEADS_A_TILE], tl.int32)
-    key_index = tl.load(slots.places + row + zeros)
+    key_index = tl.load(slots.key_indices + row + zeros)
     context = tl.load(slots.context_lens + request + zeros)
     low, high = visible(key_index, context, zeros == 0, mask)
     first_split = tl.min(low, axis=0) // SPLIT_KEYS

@@ -86,7 +86,7 @@ def prefill_kernel(
     valid = (row < stop) & (head < heads.SHARE) & (lane_row < heads.ROWS)
     row = tl.where(valid, row, start)
     head = tl.where(valid, kv_head * heads.SHARE + head, 0)
-    key_index = tl.load(requests.places + row)
+    key_index = tl.load(requests.key_indices + row)
     context = tl.load(requests.context_lens + request)
     lanes = load_lanes(q, row, head, valid, key_index, context, mask, widths)
     first_key = tl.min(tl.where(valid, lanes.low, 1 << 30), axis=0)

@@ -166,7 +166,7 @@ def _sharers(
     With a window or chunks, only rows that see the first key can share.
     """
     context = batch.context_lens[group, singles]
-    key_index = batch.places[batch.query_starts[:-1][singles]]
+    key_index = batch.key_indices[batch.query_starts[:-1][singles]]
     splits = (context if full else np.minimum(context, key_index + 1)) // SPLIT_KEYS
     eligible = splits > 0 if window is None else (splits > 0) & (key_index < window)
     alike: dict[bytes, list[_Sharer]] = defaultdict(list)

@@ -58,11 +58,11 @@ class Case:
         for request, count in enumerate(blocks):
             tables[0, request, :count] = [next(free) for _ in range(count)]
         num_rows = int(starts[-1])
-        places = np.concatenate([*at, np.zeros(self.pad, np.int64)]).astype(np.int32)
+        key_indices = np.concatenate([*at, np.zeros(self.pad, np.int64)]).astype(np.int32)
         return StepBatch(
             token_ids=np.zeros(num_rows + self.pad, np.int32),
-            places=places,
-            positions=places[None],
+            key_indices=key_indices,
+            positions=key_indices[None],
             query_starts=starts,
             context_lens=np.array([[context for _, context in self.requests]], np.int32).reshape(
                 1, -1
@@ -113,7 +113,7 @@ class Case:
             v=k if self.latent else self.stored(self.v_width, generator),
             block_tables=inputs["block_tables"][0],
             context_lens=inputs["context_lens"][0],
-            places=inputs["places"],
+            key_indices=inputs["key_indices"],
             inputs=inputs,
             group=0,
             batch=self.batch,

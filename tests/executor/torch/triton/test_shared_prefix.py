@@ -37,18 +37,18 @@ def tables() -> np.ndarray:
 
 
 def batch(rows=(1,) * 9, contexts=CONTEXTS, block_tables=None) -> StepBatch:
-    places = np.concatenate(
+    key_indices = np.concatenate(
         [np.arange(0), *(np.arange(n - count, n) for n, count in zip(contexts, rows, strict=True))]
     )
     return StepBatch(
-        token_ids=np.zeros(len(places), np.int32),
-        places=places.astype(np.int32),
-        positions=places[None].astype(np.int32),
+        token_ids=np.zeros(len(key_indices), np.int32),
+        key_indices=key_indices.astype(np.int32),
+        positions=key_indices[None].astype(np.int32),
         query_starts=np.cumsum([0, *rows]).astype(np.int32),
         context_lens=np.array([contexts], np.int32),
-        slots=np.zeros((1, len(places)), np.int32),
+        slots=np.zeros((1, len(key_indices)), np.int32),
         block_tables=(tables() if block_tables is None else block_tables)[None],
-        sample_rows=np.arange(len(places), dtype=np.int32),
+        sample_rows=np.arange(len(key_indices), dtype=np.int32),
     )
 
 

@@ -22,7 +22,7 @@ AXES = (0, 0, 0, 0, 1, 1, 1, 1)
 LIMITS = np.array([1, 4, 4, 4, 5, 6], np.int32)
 GENERATOR = np.random.default_rng(7)
 TABLE = GENERATOR.standard_normal((VOCAB, WIDTH)).astype(np.float32)
-GIVEN = GENERATOR.standard_normal((2, WIDTH)).astype(np.float32)
+INPUT_ROWS = GENERATOR.standard_normal((2, WIDTH)).astype(np.float32)
 
 
 def program() -> Program:
@@ -36,18 +36,18 @@ def program() -> Program:
 
 
 def batch(limits: NDArray[np.int32] | None = LIMITS) -> StepBatch:
-    places = np.arange(COUNT, dtype=np.int32)
+    key_indices = np.arange(COUNT, dtype=np.int32)
     return StepBatch(
         token_ids=np.array([3, 0, 0, 0, 9, 31], np.int32),
-        places=places,
-        positions=np.stack([places, places[::-1] // 2]).astype(np.int32),
+        key_indices=key_indices,
+        positions=np.stack([key_indices, key_indices[::-1] // 2]).astype(np.int32),
         query_starts=np.array([0, COUNT], np.int32),
         context_lens=np.array([[COUNT]], np.int32),
-        slots=places[None].copy(),
+        slots=key_indices[None].copy(),
         block_tables=np.zeros((1, 1, 1), np.int32),
-        sample_rows=places,
-        given=GIVEN,
-        given_rows=np.array([-1, 1, 0, 1, -1, -1], np.int32),
+        sample_rows=key_indices,
+        input_rows=INPUT_ROWS,
+        input_row_indices=np.array([-1, 1, 0, 1, -1, -1], np.int32),
         limits=limits,
     )
 
@@ -55,7 +55,7 @@ def batch(limits: NDArray[np.int32] | None = LIMITS) -> StepBatch:
 def expected() -> NDArray[np.float64]:
     step = batch()
     x = TABLE[step.token_ids].astype(np.float64)
-    x[1:4] = GIVEN[[1, 0, 1]]
+    x[1:4] = INPUT_ROWS[[1, 0, 1]]
     angles = step.positions[list(AXES)].T * np.array(FREQUENCIES)
     first, second = x[:, :8], x[:, 8:]
     turned = np.concatenate(
@@ -82,7 +82,7 @@ def test_each_backend_gives_what_the_formula_says(name):
 def test_columns_of_rows_from_outside_are_read_and_concatenated(name):
     b = Builder("test", (), VOCAB)
     base = b.embedding(b.token_ids(), "embed", VOCAB, 4)
-    first, given = b.scatter_rows(base), b.given_rows(WIDTH)
+    first, given = b.scatter_rows(base), b.input_rows(WIDTH)
     parts = [first, columns(b, given, 13, 3), columns(b, given, 4, 5)]
     joined = b.finish(rows=b.gather_rows(concat(b, parts)))
     backend = backend_named(name, dtype="float32", max_tokens=16, max_context=16)
@@ -93,11 +93,11 @@ def test_columns_of_rows_from_outside_are_read_and_concatenated(name):
     step.block_tables = np.zeros((0, 1, 1), np.int32)
     given = np.zeros((COUNT, WIDTH), np.float32)
     given[:, :4] = table[step.token_ids]
-    given[1:4] = GIVEN[[1, 0, 1]]
+    given[1:4] = INPUT_ROWS[[1, 0, 1]]
     rows = runnable.run(step, backend.allocate(runnable.kv_layouts, [])).arrays["rows"]
     wanted = np.concatenate((given[:, :4], given[:, 13:], given[:, 4:9]), axis=1)
     np.testing.assert_array_equal(rows, wanted)
-    step.given = step.given_rows = None
+    step.input_rows = step.input_row_indices = None
     rows = runnable.run(step, backend.allocate(runnable.kv_layouts, [])).arrays["rows"]
     np.testing.assert_array_equal(rows[:, :4], table[step.token_ids])
     assert not rows[:, 4:].any()

@@ -1,5 +1,5 @@
-"""A row's place and its positions are two things: attention goes by the place alone, rope and
-learned embeddings by the positions alone.
+"""Key indices and positions are independent: attention masks use only the key indices, RoPE and
+learned embeddings only the positions.
 
 Bitwise, on every backend: what an op must not read is replaced by other numbers.
 """
@@ -76,16 +76,16 @@ def batch_of(spans):
     at = [np.arange(first, end) for first, end in spans]
     blocks = np.arange(9, dtype=np.int32).reshape(1, 3, 3)
     slots = [blocks[0, r, part // 16] * 16 + part % 16 for r, part in enumerate(at)]
-    places = np.concatenate([*at, [0]]).astype(np.int32)
+    key_indices = np.concatenate([*at, [0]]).astype(np.int32)
     return StepBatch(
-        token_ids=((places * 7 + 3) % VOCABULARY).astype(np.int32),
-        places=places,
-        positions=places[None],
+        token_ids=((key_indices * 7 + 3) % VOCABULARY).astype(np.int32),
+        key_indices=key_indices,
+        positions=key_indices[None],
         query_starts=np.cumsum([0, *map(len, at)]).astype(np.int32),
         context_lens=np.array([[end for _, end in spans]], np.int32),
         slots=np.concatenate([*slots, [-1]])[None].astype(np.int32),
         block_tables=blocks,
-        sample_rows=np.arange(len(places) - 1, dtype=np.int32),
+        sample_rows=np.arange(len(key_indices) - 1, dtype=np.int32),
     )
 
 
@@ -104,11 +104,11 @@ def logits(name, program, change=lambda batch: batch):
 
 def shifted_positions(batch):
     """Moves the positions far on and apart, as an axis of an image may have them."""
-    return replace(batch, positions=(batch.places[None] * 3 + 11).astype(np.int32))
+    return replace(batch, positions=(batch.key_indices[None] * 3 + 11).astype(np.int32))
 
 
-def other_places(batch):
-    return replace(batch, places=(batch.places // 2).astype(np.int32))
+def other_key_indices(batch):
+    return replace(batch, key_indices=(batch.key_indices // 2).astype(np.int32))
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "native", "torch"])
@@ -136,9 +136,9 @@ def test_attention_depends_on_places_alone(backend, kind):
 
 @BACKENDS
 @pytest.mark.parametrize("kind", ["causal", "window"])
-def test_attention_follows_the_places(backend, kind):
-    """Other places let other keys be seen, so the test above is not empty."""
-    found = logits(backend, ATTENTION[kind], other_places)
+def test_attention_follows_the_key_indices(backend, kind):
+    """Other key indices make other keys visible, so the test above is not empty."""
+    found = logits(backend, ATTENTION[kind], other_key_indices)
     assert abs(found - logits(backend, ATTENTION[kind])).max() > 0.01
 
 
@@ -146,9 +146,9 @@ def test_attention_follows_the_places(backend, kind):
 def test_rope_and_learned_embeddings_depend_on_positions_alone(backend):
     program = positions_program()
     plain = logits(backend, program)
-    np.testing.assert_array_equal(logits(backend, program, other_places), plain)
+    np.testing.assert_array_equal(logits(backend, program, other_key_indices), plain)
     turned = logits(
-        backend, program, lambda batch: replace(batch, positions=(batch.places[None] + 5))
+        backend, program, lambda batch: replace(batch, positions=(batch.key_indices[None] + 5))
     )
     assert abs(turned - plain).max() > 0.01
 
@@ -160,7 +160,7 @@ def test_the_first_axis_of_several_is_the_one_that_is_read(backend):
     def three_axes(batch):
         return replace(
             batch,
-            positions=np.stack([batch.places, batch.places * 2, batch.places + 9]),
+            positions=np.stack([batch.key_indices, batch.key_indices * 2, batch.key_indices + 9]),
         )
 
     program = positions_program()
