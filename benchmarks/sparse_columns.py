@@ -81,7 +81,7 @@ def measure(quantization: str, *, threads: int, layers: int, rounds: int) -> dic
     runnables = {}
     for name, of in variants.items():
         backend = NativeBackend(options)
-        runnable = backend.prepare(of, load_as(quantization))
+        runnable = backend.prepare_program(of, load_as(quantization))
         runnables[name] = runnable, backend.allocate(runnable.kv_layouts, [])
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):

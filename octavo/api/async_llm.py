@@ -63,7 +63,7 @@ class AsyncLLM:
         self._frontend = frontend
         self._request_ids = itertools.count()
         self.limits = AdmissionLimits(frontend.config)
-        self._jobs = AsyncJobs(frontend, self._next_id, self.prepare, self.submit_prepared)
+        self._jobs = AsyncJobs(frontend, self._next_id, self.prepare_request, self.submit_prepared)
         self._remote_prefill = build_remote_prefill(
             frontend.config,
             frontend.info,
@@ -143,7 +143,9 @@ class AsyncLLM:
         self.limits.check_room(params.num_samples, num_unfinished=self.num_unfinished)
         request_id = request_id or self._next_id()
         origin = RequestContext(priority, tenant, owner)
-        request = self._frontend.prepare(request_id, prompt, params, origin, adapter=adapter)
+        request = self._frontend.prepare_request(
+            request_id, prompt, params, origin, adapter=adapter
+        )
         return self.submit_prepared(request, deltas=deltas, admit=admit)
 
     async def check_grammar(self, params: RequestParams) -> None:
@@ -162,7 +164,7 @@ class AsyncLLM:
         """
         return self._frontend.adapter(request)
 
-    async def prepare(
+    async def prepare_request(
         self,
         request_id: str,
         prompt: PoolingPrompt,
@@ -175,10 +177,10 @@ class AsyncLLM:
         self._streams.check_alive()
         if is_long(get_text(prompt)):
             return await asyncio.to_thread(
-                self._frontend.prepare, request_id, prompt, params, origin
+                self._frontend.prepare_request, request_id, prompt, params, origin
             )
         await asyncio.sleep(0)  # which lets others go on between the texts of a long list
-        return self._frontend.prepare(request_id, prompt, params, origin)
+        return self._frontend.prepare_request(request_id, prompt, params, origin)
 
     async def embed(
         self, prompts: Texts, params: PoolingParams | None = None
@@ -244,7 +246,7 @@ class AsyncLLM:
         self.start()
         if admit is not None:
             admit(request)
-        self._remote_prefill.place(request)
+        self._remote_prefill.offer_to_peers(request)
         self._frontend.submit(request)
         self.limits.sent(request)
         return self._streams.open(request.request_id, deltas=deltas)
@@ -439,7 +441,7 @@ class AsyncLLM:
         """Runs the prefill of a prompt for another engine, which fetches the KV blocks."""
         self._streams.check_alive()
         is_ranked = self.config.scheduler.scheduling_policy == "priority"
-        request = self._frontend.prepare(
+        request = self._frontend.prepare_request(
             f"prefill-{next(self._request_ids)}",
             {"prompt_token_ids": token_ids, "cache_salt": cache_salt},
             COMPUTE,

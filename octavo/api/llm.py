@@ -239,7 +239,7 @@ class LLM:
 
     def _pool(self, job: PoolingJob[OutputT], *, use_tqdm: bool) -> list[OutputT]:
         requests = [
-            self.frontend.prepare(str(next(self._request_ids)), prompt, job.params)
+            self.frontend.prepare_request(str(next(self._request_ids)), prompt, job.params)
             for prompt in job.prompts
         ]
         return job.read(self._finals("texts", requests, use_tqdm=use_tqdm))
@@ -408,7 +408,9 @@ class LLM:
         ):
             adapter = None if named is None else self.frontend.adapter(named)
             request_id, context = str(next(self._request_ids)), RequestContext(own_priority)
-            request = self.frontend.prepare(request_id, prompt, own, context, adapter=adapter)
+            request = self.frontend.prepare_request(
+                request_id, prompt, own, context, adapter=adapter
+            )
             request.lora_request = named
             requests.append(request)
         return requests

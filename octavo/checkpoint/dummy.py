@@ -75,7 +75,7 @@ class DummyCheckpoint:
 
 
 class DummyWeights:
-    """Random weights for `Backend.prepare`, which calls `load`.
+    """Random weights for `Backend.prepare_program`, which calls `load`.
 
     `get_format` returns the stored format of a weight, by GGUF's names.
     """

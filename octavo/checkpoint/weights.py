@@ -189,7 +189,7 @@ def input_units(format_of: Callable[[Weight], str]) -> Callable[[Weight], int]:
 
 
 class WeightReader:
-    """Loader of a Program's weights; `Backend.prepare` calls `load` for each.
+    """Loader of a Program's weights; `Backend.prepare_program` calls `load` for each.
 
     `dtype` "auto" keeps the file's precision; others convert every matrix (and dequantize), while
     vectors keep the file's precision. `quantization` packs the weights of `packing_plan(program)`
@@ -280,7 +280,7 @@ class WeightReader:
             self._checkpoint, self._checkpoint.stored(name), weight
         )
         if turned:
-            packed = _transposed(packed, name)
+            packed = _transpose(packed, name)
         if weight.row_indices is not None:
             packed = _cut(packed, weight, weight.row_indices)
         if _cuts_inputs(weight) and weight.whole not in self._plan:
@@ -372,7 +372,7 @@ def _stack_levels(levels: list[Levels | None]) -> Levels | None:
     )
 
 
-def _transposed(packed: StoredWeight, name: str) -> PackedWeight:
+def _transpose(packed: StoredWeight, name: str) -> PackedWeight:
     """Returns `[..., in, out]` floats as `[..., out, in]`, a view."""
     if not packed.is_float:
         raise UnsupportedModel(f"{name}: a quantized matrix stored as [in, out] is not supported")

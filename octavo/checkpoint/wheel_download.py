@@ -121,10 +121,10 @@ class _Progress:
 def _tree_bytes(folder: Path) -> int:
     """Returns the bytes of all files in a folder; pip may move files during the walk."""
     num_bytes = 0
-    for place, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                num_bytes += os.stat(os.path.join(place, name)).st_size
+                num_bytes += os.stat(os.path.join(parent, name)).st_size
     return num_bytes
 
 

@@ -30,14 +30,14 @@ def ps(
 
     from octavo.api.errors import WorkerFailed
     from octavo.cli.common.columns import format_columns
-    from octavo.utils.http_client import HttpClient, describe_refusal, parse_json
+    from octavo.utils.http_client import HttpClient, describe_error, parse_json
     from octavo.utils.progress import to_stderr
 
     key = api_key or next(filter(None, map(os.environ.get, reversed(KEY_VARIABLES))), None)
     client = HttpClient(url, key)
     answer = client.get("/api/ps")
     if answer.status_code != 200:
-        raise WorkerFailed(f"url: {client.url}/api/ps returned {describe_refusal(answer)}")
+        raise WorkerFailed(f"url: {client.url}/api/ps returned {describe_error(answer)}")
     try:
         models = parse_json(answer.content)["models"]
         rows = [_row(model) for model in models]

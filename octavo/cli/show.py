@@ -70,12 +70,12 @@ def _lines(name: str, report: ModelReport) -> Iterator[str]:
         if text is not None:
             yield f"  {fact:<{WIDTH}}{text}"
     for verdict in report.verdicts:
-        if verdict.refusal is None:
+        if verdict.unsupported_reason is None:
             yield f"{format_mark('ok')} {verdict.backend:<{WIDTH}}supported"
         else:
             state = "not supported" if verdict.is_installed else "not available"
             mark = format_mark("failure" if verdict.is_installed else "warning")
-            yield f"{mark} {verdict.backend:<{WIDTH}}{state}: {verdict.refusal}"
+            yield f"{mark} {verdict.backend:<{WIDTH}}{state}: {verdict.unsupported_reason}"
 
 
 def _to_json(report: ModelReport) -> dict[str, Any]:
@@ -94,5 +94,7 @@ def _to_json(report: ModelReport) -> dict[str, Any]:
         "sampling_source": None if sampling is None else sampling.source,
         "license": report.license,
         "family": None if report.card is None else report.card[0],
-        "backends": {verdict.backend: verdict.refusal or "runs it" for verdict in report.verdicts},
+        "backends": {
+            verdict.backend: verdict.unsupported_reason or "runs it" for verdict in report.verdicts
+        },
     }

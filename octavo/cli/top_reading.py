@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.api.errors import ConfigError
-from octavo.utils.http_client import HttpClient, describe_refusal, parse_json
+from octavo.utils.http_client import HttpClient, describe_error, parse_json
 
 PREFIX = "octavo:"
 SHARES = {"kv_cache_usage_perc", "kv_cache_utilisation"}
@@ -50,14 +50,14 @@ class ServerReader:
             series=series,
             states=states or dict.fromkeys(series, ""),
             requests=[] if refused else parse_json(answer.content)["data"],
-            note=f"requests cannot be listed: {describe_refusal(answer)}" if refused else None,
+            note=f"requests cannot be listed: {describe_error(answer)}" if refused else None,
         )
 
     def _series(self) -> dict[str, dict[str, float]]:
         answer = self._client.get("/metrics")
         if answer.status_code != 200:
             raise ConfigError(
-                f"url: {self._client.url}/metrics returned {describe_refusal(answer)}",
+                f"url: {self._client.url}/metrics returned {describe_error(answer)}",
                 hint="set the server's key with --api-key"
                 if answer.status_code in (401, 403)
                 else None,

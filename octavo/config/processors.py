@@ -41,8 +41,8 @@ def processor_entries(texts: Iterable[str]) -> list[ProcessorEntry]:
 
 
 def _entry(text: str) -> ProcessorEntry:
-    name, _, place = text.rpartition("=")
-    module, _, attribute = place.partition(":")
+    name, _, location = text.rpartition("=")
+    module, _, attribute = location.partition(":")
     if not (module and attribute) or ("=" in text and not name):
         raise ConfigError(
             f"logits_processors: got {text!r}, expected NAME=MODULE:FUNCTION or MODULE:FUNCTION"

@@ -267,8 +267,8 @@ def find_own_masks(captured: Captured) -> list[AttentionMask] | None:
         count = seen.shape[-1]
         size = int(seen.reshape(-1, count)[-1].sum())
         mask = AttentionMask("causal") if size == count else AttentionMask("window", size)
-        places = torch.arange(count)
-        if not bool((seen == keys_seen(mask, places[:, None], places)).all()):
+        positions = torch.arange(count)
+        if not bool((seen == keys_seen(mask, positions[:, None], positions)).all()):
             return None
         masks.append(mask)
     return masks

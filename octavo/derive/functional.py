@@ -49,8 +49,8 @@ def functionalize(module: GraphModule) -> None:
 
 
 def _fill_value(node: Node, name: str) -> Any:
-    place = 1 if name == "aten.full_like" else 2
-    return node.args[place] if len(node.args) > place else node.kwargs["fill_value"]
+    index = 1 if name == "aten.full_like" else 2
+    return node.args[index] if len(node.args) > index else node.kwargs["fill_value"]
 
 
 def _without_mutation(graph: Graph, node: Node, name: str) -> None:

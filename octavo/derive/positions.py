@@ -41,14 +41,14 @@ def find_rows(graph: TracedGraph, indices: Node) -> TableRows | None:
 
 
 def _rows_of(near: list[Any], far: list[Any], distance: int) -> TableRows | None:
-    places = near[0].reshape(-1)
-    first = int(places[0])
-    if not all(torch.equal(each.reshape(-1), places) for each in near):
+    indices = near[0].reshape(-1)
+    first = int(indices[0])
+    if not all(torch.equal(each.reshape(-1), indices) for each in near):
         return None
-    shifts = [each.reshape(-1) - places for each in far]
-    if bool((places == first).all()) and all(bool((shift == 0).all()) for shift in shifts):
+    shifts = [each.reshape(-1) - indices for each in far]
+    if bool((indices == first).all()) and all(bool((shift == 0).all()) for shift in shifts):
         return TableRows(first, True)
-    if not torch.equal(places, torch.arange(first, first + len(places))):
+    if not torch.equal(indices, torch.arange(first, first + len(indices))):
         return None
     # A slice of a table of positions begins at its first row wherever the text does.
     steady = all(bool(((shift == distance) | (shift == 0)).all()) for shift in shifts)

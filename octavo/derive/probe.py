@@ -124,8 +124,8 @@ class Prober:
             self._emit(node, rows, op)
         if op is not None and order is not None:
             found = self._state.rows[node]
-            places = order.argsort()
-            self._state.rows[node] = replace(found, columns=found.columns[..., places])
+            indices = order.argsort()
+            self._state.rows[node] = replace(found, columns=found.columns[..., indices])
         return op is not None
 
     def _with_sinusoids(self, node: Node, rows: RowMap, x: Value, region: Region) -> bool:

@@ -238,7 +238,7 @@ def run_in_chunks(
     tokens per step with a paged KV cache.
     """
     backend = ReferenceBackend()
-    runnable = backend.prepare(program, load)
+    runnable = backend.prepare_program(program, load)
     num_blocks = -(-len(tokens) // BLOCK_SIZE)
     kv = backend.allocate(runnable.kv_layouts, [num_blocks] * len(program.groups))
     ids = np.array(tokens, np.int32)

@@ -312,9 +312,9 @@ class Backend(ABC):
     instruction set or a library.
     """
     observes_inputs: ClassVar[bool] = False
-    """Whether `prepare_observed` works."""
+    """Whether `prepare_observed_program` works."""
     prepares_parts: ClassVar[bool] = False
-    """Whether `prepare_with_part` and `get_block_rows` work."""
+    """Whether `prepare_program_with_part` and `get_block_rows` work."""
     allocates_on_demand: ClassVar[bool] = False
     """Whether `allocate_on_demand` works."""
 
@@ -325,22 +325,22 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self, program: Program, format_of: FormatOf) -> None:
-        """Rejects what `prepare` cannot run, before any weight is read.
+        """Rejects what `prepare_program` cannot run, before any weight is read.
 
         Raises BackendUnavailable naming the op, cache group or pair of weights, or UnsupportedModel
         naming the weight format.
         """
 
     @abstractmethod
-    def prepare(self, program: Program, load: LoadWeight) -> Runnable:
+    def prepare_program(self, program: Program, load: LoadWeight) -> Runnable:
         """Packs the weights (each loaded once through `load`) and plans buffers. Raises
         BackendUnavailable naming an op that the backend cannot run.
         """
 
     @abstractmethod
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
-        """Predicts the memory that `prepare` allocates, from the weights' formats only. Does not
-        check whether the Program can run.
+        """Predicts the memory that `prepare_program` allocates, from the weights' formats only.
+        Does not check whether the Program can run.
         """
 
     @abstractmethod
@@ -370,13 +370,13 @@ class Backend(ABC):
         """
         return None
 
-    def prepare_observed(
+    def prepare_observed_program(
         self, program: Program, load: LoadWeight
     ) -> tuple[Runnable, ObservedInputs]:
         """Prepares a Program so that each step of more than a few rows fills the inputs."""
         raise make_unsupported_error(self.name, "does not record matmul inputs")
 
-    def prepare_with_part(
+    def prepare_program_with_part(
         self, program: Program, part: Program, load: LoadWeight, *, part_tokens: int
     ) -> tuple[Runnable, Runnable]:
         """Prepares a Program and a part of it, whose steps have at most `part_tokens` tokens. Both

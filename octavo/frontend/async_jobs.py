@@ -41,13 +41,13 @@ class AsyncJobs:
 
     frontend: Frontend
     next_id: Callable[[], str]
-    prepare: Prepare
+    prepare_request: Prepare
     submit: Submit
 
     async def pool(self, job: PoolingJob[OutputT]) -> list[OutputT]:
         """Computes all prompts of a job together and returns its outputs."""
         prepared = [
-            await self.prepare(self.next_id(), prompt, job.params) for prompt in job.prompts
+            await self.prepare_request(self.next_id(), prompt, job.params) for prompt in job.prompts
         ]
         return job.read(await self.all(prepared))
 

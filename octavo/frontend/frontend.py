@@ -148,14 +148,14 @@ class Frontend:
         add_special_tokens: bool = True,
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
-        """Returns a prompt with its token ids, as an argument of `prepare`. Raises ContextTooLong
-        if it cannot fit. Thread-safe.
+        """Returns a prompt with its token ids, as an argument of `prepare_request`. Raises
+        ContextTooLong if it cannot fit. Thread-safe.
         """
         return self.inputs.prompts.tokenize(
             prompt, add_special_tokens=add_special_tokens, truncation=truncation
         )
 
-    def prepare(
+    def prepare_request(
         self,
         request_id: str,
         prompt: PoolingPrompt,

@@ -166,9 +166,9 @@ class InputProcessor:
             read = self._read_text(prompt)
         else:
             read = self._read_input(self.encoder, prompt)
-        return self.prepare(request_id, read, params, origin, adapter=adapter)
+        return self.process_inputs(request_id, read, params, origin, adapter=adapter)
 
-    def prepare(
+    def process_inputs(
         self,
         request_id: str,
         tokenized: TokenizedInput,

@@ -119,10 +119,14 @@ class LatencyLimit:
             return
         late_s = 0.0 if self._max_ttft_s is None else predicted.ttft_s - self._max_ttft_s
         if late_s > 0:
-            raise self._refusal("first token", predicted.ttft_s, "max_predicted_ttft_s", late_s)
+            raise self._make_overloaded(
+                "first token", predicted.ttft_s, "max_predicted_ttft_s", late_s
+            )
         if self._max_tpot_s is not None and predicted.tpot_s > self._max_tpot_s and self._sent:
             wait_s = (self._answer_s or 0.0) / len(self._sent)
-            raise self._refusal("each next token", predicted.tpot_s, "max_predicted_tpot_s", wait_s)
+            raise self._make_overloaded(
+                "each next token", predicted.tpot_s, "max_predicted_tpot_s", wait_s
+            )
 
     def predict(self, num_prompt_tokens: int, num_rows: int, now: float) -> PredictedLatency | None:
         """Returns the predicted latencies of a new request. Returns None before steps were
@@ -199,7 +203,7 @@ class LatencyLimit:
     def _step_s(self, num_tokens: int, num_keys: int) -> float:
         return self._costs.step_s(max(1, num_tokens), num_keys) or 0.0
 
-    def _refusal(self, what: str, seconds: float, option: str, wait_s: float) -> Overloaded:
+    def _make_overloaded(self, what: str, seconds: float, option: str, wait_s: float) -> Overloaded:
         allowed = self._max_ttft_s if option == "max_predicted_ttft_s" else self._max_tpot_s
         low, high = RETRY_S
         return Overloaded(

@@ -43,7 +43,7 @@ class RemotePrefill:
     def start(self) -> None:
         """Starts to listen and to connect to the peers, in the running event loop."""
 
-    def place(self, request: ParentRequest) -> None:
+    def offer_to_peers(self, request: ParentRequest) -> None:
         """Sends a request's prompt to a peer if that is faster."""
 
     def ended(self, request_id: str) -> None:

@@ -239,7 +239,7 @@ class Transcriptions:
             ignore_eos=True,
             allowed_token_ids=sorted(self.tokens.languages.values()),
         )
-        return self._prepare(request_id, window, [self.tokens.start], params, origin)
+        return self._make_request(request_id, window, [self.tokens.start], params, origin)
 
     def get_language(self, output: RequestOutput) -> str:
         """Returns the language code from the output of a language request."""
@@ -264,7 +264,7 @@ class Transcriptions:
             logit_bias=dict.fromkeys(tokens.banned_at_start, -100.0) or None,
             logits_processors=[TIMESTAMPS] if options.timestamps else None,
         )
-        return self._prepare(request_id, window, prompt, params, origin)
+        return self._make_request(request_id, window, prompt, params, origin)
 
     def _prompt(self, options: SpeechOptions) -> list[int]:
         """Returns the tokens that specify language, task and timestamps."""
@@ -295,7 +295,7 @@ class Transcriptions:
             first += len(span)
         return words
 
-    def _prepare(
+    def _make_request(
         self,
         request_id: str,
         window: WindowInput,
@@ -304,7 +304,7 @@ class Transcriptions:
         origin: RequestContext,
     ) -> ParentRequest:
         read = TokenizedInput(None, [], prompt, encoder_input=window.encoder_input())
-        return self.inputs.prepare(request_id, read, params, origin)
+        return self.inputs.process_inputs(request_id, read, params, origin)
 
     def _before(self, window: WindowInput, options: SpeechOptions) -> list[int]:
         """Returns the tokens of the preceding text for the first window; the last ones if it is too
@@ -388,12 +388,12 @@ class TranscriptionJob:
         self._parts = [whole] if activity is None else self.sound.find_speech(activity)
 
     @property
-    def _steps_a_window(self) -> int:
+    def _steps_per_window(self) -> int:
         return self.speech.tokens.num_timestamps - 1 if self.options.timestamps else 1
 
     @property
     def _step_s(self) -> float:
-        return self.speech.decoder.window_s / self._steps_a_window
+        return self.speech.decoder.window_s / self._steps_per_window
 
     def windows(self, max_windows: int) -> list[WindowInput]:
         """Returns up to `max_windows` windows that can be computed now; [] at the end."""
@@ -406,7 +406,7 @@ class TranscriptionJob:
             windows.append(self.sound.window(start_s + step * self._step_s, end_s))
             if self.options.timestamps:
                 break
-            part, step = self._after(part, step + self._steps_a_window)
+            part, step = self._after(part, step + self._steps_per_window)
         return windows
 
     def _after(self, part: int, step: int) -> tuple[int, int]:
@@ -430,7 +430,7 @@ class TranscriptionJob:
         tokens = self.speech.tokens
         token_ids = [token for token in answer.token_ids if token not in tokens.ends]
         kept: list[list[int]] = []
-        cut = split_at_timestamps(token_ids, tokens.first_timestamp, self._steps_a_window)
+        cut = split_at_timestamps(token_ids, tokens.first_timestamp, self._steps_per_window)
         for first, last, words in cut.spans:
             start_s = min(window.start_s + first * self._step_s, window.end_s)
             end_s = min(window.start_s + last * self._step_s, window.end_s)
@@ -438,7 +438,7 @@ class TranscriptionJob:
                 self._add(window, (start_s, end_s), words, self.speech.text_of(words))
                 kept.append(words)
         self._add_words(window, kept)
-        self._move(cut.num_steps if self._may_overlap(cut) else self._steps_a_window)
+        self._move(cut.num_steps if self._may_overlap(cut) else self._steps_per_window)
 
     def _add_words(self, window: WindowInput, spans: list[list[int]]) -> None:
         if self.options.words:

@@ -45,8 +45,8 @@ def _split_characters(token_ids: Sequence[int], decode: Decode) -> list[WordToke
     found: list[WordTokens] = []
     for end in range(1, len(token_ids) + 1):
         text = decode(token_ids[start:end])
-        place = offset + text.find(INCOMPLETE)
-        if INCOMPLETE not in text or place >= len(whole) or whole[place] == INCOMPLETE:
+        index = offset + text.find(INCOMPLETE)
+        if INCOMPLETE not in text or index >= len(whole) or whole[index] == INCOMPLETE:
             found.append(WordTokens(text, start, end))
             offset, start = offset + len(text), end
     return found

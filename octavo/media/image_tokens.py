@@ -101,8 +101,8 @@ class ImageTokens:
         """Appends a view's tokens."""
         if self.has_newline:
             count = self._count_packed(view)
-            place, grid = len(image.token_ids), (1, count)
-            image.media.append(MediaItem(view.digest, place, count, grid, self.is_whole))
+            first_row, grid = len(image.token_ids), (1, count)
+            image.media.append(MediaItem(view.digest, first_row, count, grid, self.is_whole))
             image.token_ids.extend([self.token_id] * count)
             return
         rows, columns = view.height // self.multiple, view.width // self.multiple

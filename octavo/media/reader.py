@@ -63,7 +63,7 @@ class PillowReader:
         if isinstance(source, DecodedImage):
             return source
         if not isinstance(source, VideoSource):
-            return self._prepared(self._image(source), is_alone=is_alone)
+            return self._cut_and_resize(self._image(source), is_alone=is_alone)
         if self.videos is None:
             raise video_error(
                 "got a video, but the model reads images only",
@@ -90,7 +90,7 @@ class PillowReader:
             return decoded(source, self.limits)
         return as_image(source, self.limits)
 
-    def _prepared(self, image: Image, *, is_alone: bool) -> DecodedImage:
+    def _cut_and_resize(self, image: Image, *, is_alone: bool) -> DecodedImage:
         if self.tokens.tiles_alone and not is_alone:
             views = pad_to_square(image, self.rules)
         else:

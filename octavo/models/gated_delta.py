@@ -94,8 +94,8 @@ class GatedDelta:
         step, total = sum(runs), sum(runs) * self.num_k_heads
         module = f"{name}.in_proj_qkvz"
         parts = [
-            Rows(run * self.num_k_heads, total, sum(runs[:place]), step, run)
-            for place, run in enumerate(runs)
+            Rows(run * self.num_k_heads, total, sum(runs[:index]), step, run)
+            for index, run in enumerate(runs)
         ]
         picked = [
             Weight(

@@ -42,8 +42,8 @@ def image_layout(config: HfConfig) -> ImageLayout:
     vision = vision_config(config)
     side, patch_size = vision.size("image_size", 224), vision.size("patch_size", 16)
     tokens = config.integer("mm_tokens_per_image", 256, low=1)
-    tokens_a_side, patches_a_side = math.isqrt(tokens), side // patch_size
-    if tokens_a_side**2 != tokens or patches_a_side % tokens_a_side or side % patch_size:
+    tokens_per_side, patches_per_side = math.isqrt(tokens), side // patch_size
+    if tokens_per_side**2 != tokens or patches_per_side % tokens_per_side or side % patch_size:
         raise UnsupportedModel(
             f"config.json: mm_tokens_per_image is {tokens}, expected a square number that divides"
             f" {side} x {side} pixels in patches of {patch_size} x {patch_size}"
@@ -55,7 +55,7 @@ def image_layout(config: HfConfig) -> ImageLayout:
     )
     return ImageLayout(
         patch_size=patch_size,
-        cell=patches_a_side // tokens_a_side,
+        cell=patches_per_side // tokens_per_side,
         token_id=token_id,
         named_by=begin,
         written=("\n\n", begin, token_id, end, "\n\n"),

@@ -156,8 +156,8 @@ def _saved_activation(config: HfConfig) -> PoolingActivation | None:
         ("sentence_transformers", "activation_fn"),
         ("", "sbert_ce_default_activation_function"),
     ):
-        place = HfConfig(config.table(table)) if table else config
-        name = place.text(key, "").rpartition(".")[2]
+        section = HfConfig(config.table(table)) if table else config
+        name = section.text(key, "").rpartition(".")[2]
         if name and name not in BY_MODULE:
             raise UnsupportedModel(
                 f"{key} is {name!r}, supported: {', '.join(BY_MODULE)} for a classifier"

@@ -182,11 +182,11 @@ class Mamba2:
             dt_bias=True,
             limits=self.limits,
         )
-        opened = self._opened(b, gate, scanned, f"{name}.norm")
+        gated = self._append_gate(b, gate, scanned, f"{name}.norm")
         bias = sizes.bias if self.out_bias is None else self.out_bias
-        return b.linear(opened, f"{name}.out_proj", x.width, bias=bias)
+        return b.linear(gated, f"{name}.out_proj", x.width, bias=bias)
 
-    def _opened(self, b: Builder, gate: Value, x: Value, name: str) -> Value:
+    def _append_gate(self, b: Builder, gate: Value, x: Value, name: str) -> Value:
         """Appends the gate and its norm."""
 
         def norm(rows: Value) -> Value:

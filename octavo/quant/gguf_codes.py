@@ -72,7 +72,7 @@ class CodeLayout(NamedTuple):
         size, num_bytes = block
         blocks = raw.reshape(-1, num_bytes)
         codes = np.empty((len(blocks), size // 2), np.uint8)
-        places = _make_inverse_lookup(self.lookup)
+        indices = _make_inverse_lookup(self.lookup)
         scales = np.empty((len(blocks), size // self.group), LEVEL_TYPES[self.levels])
         factors = np.empty((len(blocks), 1), np.float32) if self.levels == "small" else None
         for start in range(0, len(blocks), CHUNK_BLOCKS):
@@ -82,7 +82,7 @@ class CodeLayout(NamedTuple):
             if factors is not None:
                 factors[part] = own
             codes[part] = (
-                _paired(places[decoded.view(np.uint8)]) if decoded.dtype == np.int8 else decoded
+                _paired(indices[decoded.view(np.uint8)]) if decoded.dtype == np.int8 else decoded
             )
         levels = Levels(
             scales.reshape(*shape[:-1], shape[-1] // self.group),
@@ -103,10 +103,10 @@ class CodeLayout(NamedTuple):
 
 def _make_inverse_lookup(lookup: NDArray[np.float32]) -> Bytes:
     """Returns the lookup index of each signed byte; 0 for values that the lookup lacks."""
-    places = np.zeros(256, np.uint8)
+    indices = np.zeros(256, np.uint8)
     numbers = lookup.astype(np.int8).view(np.uint8)
-    places[numbers[::-1]] = np.arange(len(numbers), dtype=np.uint8)[::-1]
-    return places
+    indices[numbers[::-1]] = np.arange(len(numbers), dtype=np.uint8)[::-1]
+    return indices
 
 
 def _paired(codes: Bytes) -> Bytes:

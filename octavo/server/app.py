@@ -30,7 +30,7 @@ from octavo.server.ollama import embeddings as ollama_embeddings
 from octavo.server.ollama import generation as ollama_generation
 from octavo.server.ollama import models as ollama_models
 from octavo.server.ollama import pulling as ollama_pulling
-from octavo.server.ollama import refusals as ollama_refusals
+from octavo.server.ollama import unsupported as ollama_unsupported
 from octavo.server.openai import audio, batches, chat, completions, embeddings, files, models
 from octavo.server.openai.responses import routes as responses
 from octavo.server.pulls import Pulls
@@ -79,7 +79,7 @@ ROUTES = (
     ollama_generation,
     ollama_models,
     ollama_pulling,
-    ollama_refusals,
+    ollama_unsupported,
     responses,
     files,
     batches,

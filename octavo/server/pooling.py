@@ -49,7 +49,9 @@ async def run_pooling(
     with use_api_names(call.words):
         model.limits.check(len(job.prompts), job.params)
         prepared = [
-            await llm.prepare(member_name(call.name, index), prompt, job.params, call.origin)
+            await llm.prepare_request(
+                member_name(call.name, index), prompt, job.params, call.origin
+            )
             for index, prompt in enumerate(job.prompts)
         ]
     streams = OutputStreams.of_requests(model, prepared, job.params, call.name)

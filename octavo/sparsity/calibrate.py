@@ -141,7 +141,7 @@ def measure_text(
         )
     options = model.config.model
     reader = WeightReader(model.checkpoint, options.dtype, options.quantization, program)
-    runnable, observed = backend.prepare_observed(program, reader.load)
+    runnable, observed = backend.prepare_observed_program(program, reader.load)
     meter = ActivationMeter(program, observed, _make_float_loader(reader.load))
     kv = backend.allocate(runnable.kv_layouts, [WINDOW // 16] * len(runnable.kv_layouts))
 

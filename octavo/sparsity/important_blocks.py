@@ -160,12 +160,12 @@ def query_about(prompt: PromptPart, request_id: str, num_stored_blocks: int) -> 
     """Returns the query for the scores of a prompt's stored blocks; its slots are set later."""
     num_tokens, size = len(prompt.token_ids), prompt.block_size
     first_of_last = max(size, num_tokens - (MAX_TOKENS - size))
-    places = [*range(min(size, num_tokens)), *range(first_of_last, num_tokens)]
+    indices = [*range(min(size, num_tokens)), *range(first_of_last, num_tokens)]
     num_new = num_tokens - num_stored_blocks * size
     return BlockQuery(
         request_id,
-        [prompt.token_ids[place] for place in places],
-        [prompt.first_position + place for place in places],
+        [prompt.token_ids[index] for index in indices],
+        [prompt.first_position + index for index in indices],
         max(1, min(MAX_QUERIES, num_new)),
         group=0,
         slots=[],

@@ -42,7 +42,7 @@ class PrefixWeigher:
     """Layout of the key blocks, from the complete Program."""
     probe: Probe
 
-    def prepare(self, query: BlockQuery) -> NDArray[np.float32] | None:
+    def prepare_query(self, query: BlockQuery) -> NDArray[np.float32] | None:
         """Computes the last queries, `[Q, H, D]`, using all threads.
 
         Returns None and logs the error if that fails.

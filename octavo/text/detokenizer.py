@@ -279,12 +279,12 @@ class ReasoningWatch:
             self.is_inside = self.has_reasoned = True
             text = begun[len(self._opening) :]
         self._recent += text
-        place = self._recent.find(self._closing)
-        if place < 0:
+        start = self._recent.find(self._closing)
+        if start < 0:
             self._recent = self._recent[-len(self._closing) :]
             return ""
         self.is_inside, self.is_over = False, True
-        return self._recent[place + len(self._closing) :]
+        return self._recent[start + len(self._closing) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +339,6 @@ class StopSearch:
     def _hits(self, text: str, num_old: int) -> Iterator[FoundStop]:
         yield from self._strings_in(text, num_old)
         for pattern in self._patterns:
-            place = pattern.find(text, max(0, num_old + 1 - pattern.width), num_old + 1)
-            if place is not None:
-                yield FoundStop(pattern.text, *place)
+            span = pattern.find(text, max(0, num_old + 1 - pattern.width), num_old + 1)
+            if span is not None:
+                yield FoundStop(pattern.text, *span)

@@ -60,10 +60,12 @@ def cut_pair(encoding: Encoding, max_tokens: int | None, max_second_tokens: int 
         kept_counts = (kept_counts[0], min(kept_counts[1], max_second_tokens))
     if max_tokens is not None:
         kept_counts = longest_first(*kept_counts, room=max(0, max_tokens - counts[None]))
-    places = _kept(texts, lambda text, number: text is None or number < kept_counts[text])
+    indices = _select_indices(
+        texts, lambda text, number: text is None or number < kept_counts[text]
+    )
     ids, type_ids = encoding.ids, encoding.type_ids  # each access creates a new list
     return PairIds(
-        [ids[place] for place in places], [type_ids[place] for place in places], counts[None]
+        [ids[index] for index in indices], [type_ids[index] for index in indices], counts[None]
     )
 
 
@@ -77,12 +79,12 @@ def longest_first(num_first: int, num_second: int, *, room: int) -> tuple[int, i
     return (shorter, room - shorter) if num_first <= num_second else (room - shorter, shorter)
 
 
-def _kept(texts: list[int | None], keeps: Callable[[int | None, int], bool]) -> list[int]:
+def _select_indices(texts: list[int | None], keeps: Callable[[int | None, int], bool]) -> list[int]:
     """Returns the indices of tokens for which `keeps(text, index in text)` is true."""
     seen: Counter[int | None] = Counter()
-    places = []
-    for place, text in enumerate(texts):
+    indices = []
+    for index, text in enumerate(texts):
         if keeps(text, seen[text]):
-            places.append(place)
+            indices.append(index)
         seen[text] += 1
-    return places
+    return indices

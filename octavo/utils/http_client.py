@@ -59,7 +59,7 @@ class HttpClient:
         ):
             if response.status_code != 200:
                 response.read()
-                raise WorkerFailed(describe_refusal(response))
+                raise WorkerFailed(describe_error(response))
             for event in httpx2.EventSource(response, max_event_size=None):
                 if event.data != "[DONE]":
                     yield parse_json(event.data)
@@ -85,7 +85,7 @@ def parse_json(text: str | bytes) -> Any:
         raise WorkerFailed(f"the response is not JSON: {error}") from error
 
 
-def describe_refusal(response: Response) -> str:
+def describe_error(response: Response) -> str:
     return f"HTTP {response.status_code}: {parse_error_message(response.content)}"
 
 

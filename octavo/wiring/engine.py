@@ -57,7 +57,7 @@ from octavo.wiring.model import (
     open_model,
 )
 from octavo.wiring.processes import start_processes
-from octavo.wiring.rank_place import RankPlace
+from octavo.wiring.rank_connections import RankConnections
 from octavo.wiring.ranks import start_other_ranks
 from octavo.wiring.rendezvous import join_engines
 from octavo.wiring.sampling_defaults import sampling_defaults
@@ -251,12 +251,12 @@ def _build_frontend(
 
 
 def build_core_of_options(
-    options: dict[str, Any], report: Report, place: Sequence[int] = ()
+    options: dict[str, Any], report: Report, endpoint_numbers: Sequence[int] = ()
 ) -> tuple[EngineCore, EngineInfo]:
-    """Builds a core from flat options; entry point of the core's process. `place` identifies the
-    engine among those that share experts.
+    """Builds a core from flat options; entry point of the core's process. `endpoint_numbers`
+    identifies the engine among those that share experts.
     """
-    engine, links = _get_engine_place(place)
+    engine, links = _join_engine(endpoint_numbers)
     model = open_model(EngineConfig.from_options(**options))
     texts = core_texts(model, lambda: build_tokenizer(model))
     try:
@@ -267,16 +267,18 @@ def build_core_of_options(
     return built.core, built.info
 
 
-def _get_engine_place(place: Sequence[int]) -> tuple[EngineEndpoint | None, EngineLinks | None]:
+def _join_engine(
+    endpoint_numbers: Sequence[int],
+) -> tuple[EngineEndpoint | None, EngineLinks | None]:
     """Returns this engine's place among the engines that share experts, and its connections to
     them; None without expert sharing.
     """
-    if not place:
+    if not endpoint_numbers:
         return None, None
     from octavo.wiring import engine_rendezvous
     from octavo.worker import engine_links
 
-    engine = engine_rendezvous.EngineEndpoint.from_numbers(place)
+    engine = engine_rendezvous.EngineEndpoint.from_numbers(endpoint_numbers)
     return engine, engine_links.EngineLinks(engine.index, engine.links)
 
 
@@ -300,24 +302,26 @@ def build_core(
     if model.config.observe.record is not None:
         check_writable(Path(model.config.observe.record))
     if model.config.backend.num_ranks == 1:
-        place = RankPlace()
+        connections = RankConnections()
         if engine is not None:
-            place = join_engines(model.config, place, engine.index, engine.rooms[0])
-        return _build_core(model, report, texts, place, links=links)
-    place, others = start_other_ranks(model, engine)
+            connections = join_engines(model.config, connections, engine.index, engine.rooms[0])
+        return _build_core(model, report, texts, connections, links=links)
+    connections, others = start_other_ranks(model, engine)
     try:
-        return _build_core(model, report, texts, place, others, links=links)
+        return _build_core(model, report, texts, connections, others, links=links)
     except BaseException as error:
         raise end_ranks(others, error) from None
 
 
-def _make_abort(place: RankPlace, others: OtherRanks | None) -> Callable[[OctavoError], None]:
+def _make_abort(
+    connections: RankConnections, others: OtherRanks | None
+) -> Callable[[OctavoError], None]:
     """Returns a function that aborts this engine's waits when another engine that shares the
     experts has ended.
     """
 
     def end(error: OctavoError) -> None:
-        place.abort()
+        connections.abort()
         if others is not None:
             others.lose(error)
 
@@ -328,15 +332,15 @@ def _build_core(
     model: Model,
     report: Report,
     texts: CoreTexts,
-    place: RankPlace | None = None,
+    connections: RankConnections | None = None,
     others: OtherRanks | None = None,
     *,
     links: EngineLinks | None = None,
 ) -> BuiltCore:
     config = model.config
-    if links is not None and place is not None:
-        links.when_lost(_make_abort(place, others))
-    loaded = load_model(model, report, texts.grammars, place)
+    if links is not None and connections is not None:
+        links.when_lost(_make_abort(connections, others))
+    loaded = load_model(model, report, texts.grammars, connections)
     budget = common_budget(loaded, others)
     if (memory := device_memory(loaded.backend)) is not None:
         report(memory_table(memory, budget.num_bytes))

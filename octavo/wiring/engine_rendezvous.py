@@ -85,8 +85,8 @@ class EngineGenerations:
         self._lock = threading.Lock()
 
     @contextmanager
-    def place(self, engine: int, generation: int) -> Iterator[EngineEndpoint]:
-        """Yields an engine's place in a generation, for starting its process; skips earlier
+    def open_endpoint(self, engine: int, generation: int) -> Iterator[EngineEndpoint]:
+        """Yields an engine's endpoint in a generation, for starting its process; skips earlier
         generations.
         """
         with self._lock:

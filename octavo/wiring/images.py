@@ -151,7 +151,7 @@ def load_tower(
         weights = (
             DummyWeights(formats) if is_dummy else WeightReader(checkpoint, config.model.dtype)
         )
-        prepared[name] = backend.prepare(program, weights.load)
+        prepared[name] = backend.prepare_program(program, weights.load)
     scale = PixelScale(rules.factor, rules.mean, rules.std)
     return ImageTower(layout, scale, programs, prepared, backend)
 

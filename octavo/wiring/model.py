@@ -57,7 +57,7 @@ from octavo.wiring.model_hooks import (
     transform_part,
 )
 from octavo.wiring.pools import get_max_tokens, get_pools, needs_whole_text
-from octavo.wiring.rank_place import RankPlace, get_expert_grid, get_rank_grid
+from octavo.wiring.rank_connections import RankConnections, get_expert_grid, get_rank_grid
 from octavo.wiring.score_tokens import set_score_tokens
 from octavo.wiring.speculation.auto_speculation import with_forced_drafts, with_spec_method
 from octavo.wiring.speculation.draft import (
@@ -182,18 +182,18 @@ def derive_from(
 
 
 def load_model(
-    model: Model, report: Report, grammars: Grammars, place: RankPlace | None = None
+    model: Model, report: Report, grammars: Grammars, connections: RankConnections | None = None
 ) -> LoadedModel:
     """Loads the complete model, or one rank's part of it."""
     config, (whole, *encoders) = model.config, model.programs()
-    place = place or RankPlace()
-    link, ranks = place.link, place.ranks
-    own = get_rank_program(config, model.checkpoint, whole, place.rank, place.engine)
+    connections = connections or RankConnections()
+    link, ranks = connections.link, connections.ranks
+    own = get_rank_program(config, model.checkpoint, whole, connections.rank, connections.engine)
     own = transform_part(config, model.checkpoint, with_adapter_sites(config, own, whole))
     backend = build_backend(
         config,
         ranks,
-        place.engines,
+        connections.engines,
         checkpoint=model.checkpoint,
         weights_key=_weights_key(model),
     )
@@ -227,12 +227,14 @@ def load_model(
     joined = reader if head is None else head.target_reader(reader, own)
     side, beside_own = side_program(config, own), None
     if side is not None:
-        runnables, beside_own = _prepare_with_side(side, model.checkpoint, own, joined, backend)
+        runnables, beside_own = _load_program_with_side(
+            side, model.checkpoint, own, joined, backend
+        )
     else:
-        runnables = _prepare(model.checkpoint, own, joined, backend)
+        runnables = _load_program(model.checkpoint, own, joined, backend)
     for encoder in encoders:
         encoder_reader = _weight_reader(model, encoder, report)
-        runnables |= _prepare(model.checkpoint, encoder, encoder_reader, backend)
+        runnables |= _load_program(model.checkpoint, encoder, encoder_reader, backend)
     adapters = adapter_store(config, (own, whole), runnables, reader.load)
     loaded_draft = None
     if drafting is not None:
@@ -263,33 +265,33 @@ def _load_draft(
     assert source is not None, "the second Program is one of them's"
     target, own = programs
     if isinstance(source, OpenedHead):
-        prepared = _prepare(source.own, own, source.reader(own), backend)
+        prepared = _load_program(source.own, own, source.reader(own), backend)
         ids = DraftVocabulary(target.vocab_size, own.vocab_size, target.vocab_size, source.offsets)
         return LoadedDraft(prepared[own.name], ids, target.group_index(PREFIX + FEATURES))
     reader = _weight_reader(source, own, report)
-    prepared = _prepare(source.checkpoint, own, reader, backend)
+    prepared = _load_program(source.checkpoint, own, reader, backend)
     num_common = min(own.vocab_size, target.vocab_size)
     return LoadedDraft(
         prepared[own.name], DraftVocabulary(own.vocab_size, own.vocab_size, num_common)
     )
 
 
-def _prepare(
+def _load_program(
     checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
 ) -> dict[str, Runnable]:
     """Loads and packs the weights of a Program; returns it by name."""
     with LoadBar(reader.load, len(program.weights)) as bar:
-        runnables = {program.name: backend.prepare(program, bar.load)}
+        runnables = {program.name: backend.prepare_program(program, bar.load)}
     checkpoint.release()
     return runnables
 
 
-def _prepare_with_side(
+def _load_program_with_side(
     side: SideProgram, checkpoint: Checkpoint, program: Program, reader: Reader, backend: Backend
 ) -> tuple[dict[str, Runnable], Runnable]:
-    """Like `_prepare`; also prepares the side Program from the same weights."""
+    """Like `_load_program`; also prepares the side Program from the same weights."""
     with LoadBar(reader.load, len(program.weights)) as bar:
-        whole, prepared = backend.prepare_with_part(
+        whole, prepared = backend.prepare_program_with_part(
             program, side.program, bar.load, part_tokens=side.max_tokens
         )
     checkpoint.release()

@@ -80,9 +80,11 @@ def _start_core(
         own = options | {"record": record}
         if generations is None:
             return ProcessClient(BUILD, own)
-        with generations.place(index, num_before) as place:
-            files = place.descriptors
-            return ProcessClient(BUILD, own, place=place.to_numbers(), inherited=files)
+        with generations.open_endpoint(index, num_before) as endpoint:
+            files = endpoint.descriptors
+            return ProcessClient(
+                BUILD, own, endpoint_numbers=endpoint.to_numbers(), inherited=files
+            )
 
     return SupervisedClient(
         start,

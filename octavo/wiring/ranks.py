@@ -22,7 +22,7 @@ from octavo.wiring.model import (
     open_model,
 )
 from octavo.wiring.model_hooks import tier_builder
-from octavo.wiring.rank_place import RankPlace
+from octavo.wiring.rank_connections import RankConnections
 from octavo.wiring.rendezvous import ModelRendezvous, make_join
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.ranks.messages import RankSetup
@@ -38,7 +38,7 @@ LOAD = "octavo.wiring.ranks:load_rank"
 
 def start_other_ranks(
     model: Model, engine: EngineEndpoint | None = None
-) -> tuple[RankPlace, OtherRanks]:
+) -> tuple[RankConnections, OtherRanks]:
     """Starts and connects the other ranks; `engine` is the engine's place among those that share
     experts.
     """

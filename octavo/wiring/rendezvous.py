@@ -16,7 +16,7 @@ from octavo.config.rank_address import parse_rank_address
 from octavo.executor.devices import Device, choose_device
 from octavo.executor.rank_grid import RankGrid
 from octavo.executor.ranks import Ranks
-from octavo.wiring.rank_place import RankPlace, get_expert_grid, get_rank_grid
+from octavo.wiring.rank_connections import RankConnections, get_expert_grid, get_rank_grid
 from octavo.worker.stages.stage_link import StagePipes, join_stage
 
 if TYPE_CHECKING:
@@ -68,20 +68,22 @@ class ModelRendezvous:
             room = (*room, self._engine.rooms[block])
         return room + (self._pipes[within].get_inherited(block) if self._pipes else ())
 
-    def join(self) -> RankPlace:
+    def join(self) -> RankConnections:
         """Makes this process the first rank, after all others have started."""
         ranks = None
         if self._rooms:
             ranks = _join_ranks(self._config, get_rank_grid(self._config, 0), self._rooms[0])
-        place = RankPlace(ranks=ranks)
+        connections = RankConnections(ranks=ranks)
         if self._engine is not None:
-            place = join_engines(self._config, place, self._engine.index, self._engine.rooms[0])
+            connections = join_engines(
+                self._config, connections, self._engine.index, self._engine.rooms[0]
+            )
         if not self._pipes:
-            return place
+            return connections
         own, *others = self._pipes
         for pipes in others:
             pipes.close()
-        return replace(place, link=own.join())
+        return replace(connections, link=own.join())
 
     def close(self) -> None:
         """Closes the other ranks' ends, or everything if this process has not joined."""
@@ -94,7 +96,9 @@ class ModelRendezvous:
             pipes.close()
 
 
-def make_join(config: EngineConfig, rank: int, address: Sequence[int]) -> Callable[[], RankPlace]:
+def make_join(
+    config: EngineConfig, rank: int, address: Sequence[int]
+) -> Callable[[], RankConnections]:
     """Returns a function that joins as a rank other than the first; raises SetupError now if a
     requirement is missing.
     """
@@ -109,25 +113,27 @@ def make_join(config: EngineConfig, rank: int, address: Sequence[int]) -> Callab
     join_ranks = _make_join_ranks(config, get_rank_grid(config, rank), room[0]) if room else None
     block = rank // options.num_stage_ranks
 
-    def join() -> RankPlace:
+    def join() -> RankConnections:
         ranks = None if join_ranks is None else join_ranks()
         link = join_stage(block, num_stages, pipes) if pipes else None
-        place = RankPlace(rank, ranks, link)
-        return join_engines(config, place, *of_engine) if of_engine else place
+        connections = RankConnections(rank, ranks, link)
+        return join_engines(config, connections, *of_engine) if of_engine else connections
 
     return join
 
 
-def join_engines(config: EngineConfig, place: RankPlace, engine: int, room: int) -> RankPlace:
+def join_engines(
+    config: EngineConfig, connections: RankConnections, engine: int, room: int
+) -> RankConnections:
     """Adds the ranks of other engines to a rank's place. `engine` is its engine's index, `room` the
     descriptor of the shared memory.
     """
     from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
 
-    grid = get_expert_grid(config, place.rank, engine)
+    grid = get_expert_grid(config, connections.rank, engine)
     ranks = SharedMemoryRanks(grid, room)
     return replace(
-        place, engines=EngineRanks(ranks, config.fleet.num_expert_engines), engine=engine
+        connections, engines=EngineRanks(ranks, config.fleet.num_expert_engines), engine=engine
     )
 
 

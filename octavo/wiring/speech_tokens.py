@@ -58,6 +58,6 @@ def with_timestamps(config: EngineConfig, header: ModelHeader) -> EngineConfig:
         -1 if max_initial is None else max_initial,
         *(token for token in hf_config.integers("suppress_tokens") if token >= 0),
     )
-    place = f"octavo.worker.sampling.timestamps:TimestampRules({','.join(map(str, numbers))})"
-    processors = (*config.sampler.logits_processors, f"{TIMESTAMPS}={place}")
+    source = f"octavo.worker.sampling.timestamps:TimestampRules({','.join(map(str, numbers))})"
+    processors = (*config.sampler.logits_processors, f"{TIMESTAMPS}={source}")
     return replace(config, sampler=replace(config.sampler, logits_processors=processors))

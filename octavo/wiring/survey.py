@@ -59,7 +59,7 @@ class BackendVerdict(NamedTuple):
     """Whether a backend runs a model."""
 
     backend: str
-    refusal: str | None
+    unsupported_reason: str | None
     """Reason why the backend does not run it; None if it does."""
     is_installed: bool = True
 
@@ -93,7 +93,7 @@ class ModelReport:
     @property
     def runs(self) -> bool:
         """Whether an installed backend runs it."""
-        return any(verdict.refusal is None for verdict in self.verdicts)
+        return any(verdict.unsupported_reason is None for verdict in self.verdicts)
 
 
 def short_names() -> Iterator[ShortName]:
@@ -214,7 +214,7 @@ def _verdicts(
     """
     native = _verdict("native", name, header, programs)
     yield native
-    if native.refusal is not None:
+    if native.unsupported_reason is not None:
         yield _verdict("torch", name, header, programs)
     yield _verdict("reference", name, header, programs)
 

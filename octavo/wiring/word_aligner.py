@@ -65,7 +65,7 @@ class ModelWordAligner:
             for name, program in self._programs.items():
                 backend.check(program, loaded_formats(model.checkpoint, dtype, None, program))
                 reader = WeightReader(model.checkpoint, dtype)
-                self._runnables[name] = backend.prepare(program, reader.load)
+                self._runnables[name] = backend.prepare_program(program, reader.load)
             groups = self._programs["encoder"].groups
             num_tokens = max(model.info.max_encoder_tokens, model.info.max_context_tokens)
             num_blocks = -(-num_tokens // BLOCK_SIZE)

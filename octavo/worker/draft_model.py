@@ -187,10 +187,10 @@ class DraftModel:
         share.start, share.end = share.end, share.end + 1
 
 
-def _keep_slots(slots: NDArray[np.int32], kept: NDArray[np.int32]) -> None:
-    """Removes the slots of all rows except `kept`: a draft head writes features only for tokens
-    that the target model has not computed yet.
+def _keep_slots(slots: NDArray[np.int32], written_rows: NDArray[np.int32]) -> None:
+    """Removes the slots of all rows except `written_rows`: a draft head writes features only for
+    tokens that the target model has not computed yet.
     """
-    own = slots[kept].copy()
+    own = slots[written_rows].copy()
     slots[:] = -1
-    slots[kept] = own
+    slots[written_rows] = own

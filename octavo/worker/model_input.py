@@ -60,7 +60,7 @@ class ProgramRunner(ABC):
         self._rows = rows
 
     @abstractmethod
-    def prepare(
+    def prepare_inputs(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
         """Gathers the first of `num_steps` steps, as several inputs if the backend cannot run all

@@ -55,7 +55,7 @@ class ModelRunner(ProgramRunner):
         self._max_verified = runnable.max_verified
         self._in_one_part = in_one_part
 
-    def prepare(
+    def prepare_inputs(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
         """Gathers the arrays of the first of `num_steps` steps. Writes draft tokens after the rows'
@@ -68,8 +68,8 @@ class ModelRunner(ProgramRunner):
             self._rows.grammars.rollback()
             if not self._in_one_part:
                 parts = split_verified(scheduled, self._rows, self._max_verified)
-                return [self._prepare(part, num_steps) for part in parts]
-        return [self._prepare(scheduled, num_steps)]
+                return [self._prepare_inputs(part, num_steps) for part in parts]
+        return [self._prepare_inputs(scheduled, num_steps)]
 
     def launch(self, model_input: ModelInput, *, all_known: bool = False) -> Computing:
         """Starts a step without waiting for it. The device keeps the sampled tokens for rows of the
@@ -125,7 +125,7 @@ class ModelRunner(ProgramRunner):
                     model_input.sampling, model_input.rows, rows.token_ids, model_input.sample_ends
                 )
 
-    def _prepare(
+    def _prepare_inputs(
         self,
         scheduled: Sequence[ScheduledRequest],
         num_steps: int,
@@ -145,7 +145,7 @@ class ModelRunner(ProgramRunner):
                 model_input.verifier = self._make_verifier(model_input)
             elif model_input.has_drafts and sampling.mirostat_rules and not sampled_once:
                 # Sequential sampling requires resampling, which the backend cannot do here.
-                return self._prepare(scheduled, num_steps, sampling.mirostat_rules)
+                return self._prepare_inputs(scheduled, num_steps, sampling.mirostat_rules)
         if drafts is not None:
             add_draft_trees(model_input, drafts)
         if self._media is not None:

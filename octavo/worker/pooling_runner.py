@@ -42,7 +42,7 @@ class PoolingRunner(ProgramRunner):
         self._keeps_tokens = keeps_tokens
         self._num_position_axes = num_position_axes
 
-    def prepare(
+    def prepare_inputs(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
         """Gathers the arrays of a step; changes no row."""

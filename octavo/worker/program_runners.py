@@ -38,18 +38,18 @@ class ProgramRunners:
             arrivals = arrivals + (runnable.arrivals or WeightArrivals())
         return arrivals
 
-    def prepare(
+    def prepare_inputs(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
         """Gathers the first of `num_steps` steps, in the order in which inputs are computed."""
         inputs = [
             each
             for name in dict.fromkeys(row.program for row in scheduled)
-            for each in self._runners[name].prepare(
+            for each in self._runners[name].prepare_inputs(
                 [row for row in scheduled if row.program == name], num_steps
             )
         ]
-        return inputs if self._encoder is None else self._encoder.prepare(scheduled) + inputs
+        return inputs if self._encoder is None else self._encoder.prepare_inputs(scheduled) + inputs
 
     def join(self) -> None:
         """Computes a step without rows, in which the experts compute rows of other engines."""

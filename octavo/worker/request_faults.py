@@ -33,10 +33,10 @@ class RequestFaults:
         """Records the exception that was raised while a request was set up."""
         self.failed.setdefault(request_id, self._describe(request_id, error))
 
-    def prepare(
+    def prepare_inputs(
         self,
         rows: Sequence[ScheduledRequest],
-        prepare: Callable[..., list[ModelInput]],
+        prepare_inputs: Callable[..., list[ModelInput]],
         num_steps: int,
     ) -> tuple[list[ModelInput], Failures]:
         """Prepares the requests that do not fail; returns their inputs, and the failures of the
@@ -52,18 +52,18 @@ class RequestFaults:
         }
         rows = [row for row in rows if row.request_id not in failures]
         try:
-            return (prepare(rows, num_steps) if rows else []), _make_results(failures)
+            return (prepare_inputs(rows, num_steps) if rows else []), _make_results(failures)
         except Exception:
             logger.exception(
                 "a step of %d rows could not be prepared; trying one by one", len(rows)
             )
         for row in rows:
             try:
-                prepare([row])
+                prepare_inputs([row])
             except Exception as error:
                 failures[row.request_id] = self._describe(row.request_id, error)
         rows = [row for row in rows if row.request_id not in failures]
-        return (prepare(rows, num_steps) if rows else []), _make_results(failures)
+        return (prepare_inputs(rows, num_steps) if rows else []), _make_results(failures)
 
     def compute_one_by_one(
         self,

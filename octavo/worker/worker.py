@@ -114,7 +114,7 @@ class Worker:
         rows = None
         try:
             # Requests that fail or need several inputs are computed one step at a time.
-            inputs, failures = self._prepare(plan.rows, plan.num_steps)
+            inputs, failures = self._prepare_inputs(plan.rows, plan.num_steps)
             if len(inputs) == 1 and not failures:
                 steps = inputs[0].runner.decode(inputs[0], plan.num_steps) or steps
             rows = next(steps, None)
@@ -140,7 +140,7 @@ class Worker:
         outcome = StepResult(plan.step, [], moved_s=self._apply(plan), not_encoded=not_encoded)
         step = LaunchedStep(plan, self, began, outcome)
         try:
-            step.inputs, step.failures = self._prepare(plan.rows)
+            step.inputs, step.failures = self._prepare_inputs(plan.rows)
             step.computing = [model_input.runner.launch(model_input) for model_input in step.inputs]
         except Exception:
             logger.exception(
@@ -189,7 +189,7 @@ class Worker:
         """
         results: list[RowResult] = []
         try:
-            inputs, failures = self._prepare(rows)
+            inputs, failures = self._prepare_inputs(rows)
             with self._streaming(inputs):
                 for each in inputs:
                     results += each.runner.run_again(each) if again else each.runner.run(each)
@@ -199,19 +199,19 @@ class Worker:
             return self._faults.compute_one_by_one(rows, error, partial(self._run, again=again))
         return _in_order(rows, results, failures) if failures or len(inputs) > 1 else results
 
-    def _prepare(
+    def _prepare_inputs(
         self, rows: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> tuple[list[ModelInput], Failures]:
         """Returns the inputs of a step, and the failures of requests that cannot be prepared."""
         if not rows:
             return [], {}
-        prepare = (self._runners.single or self._runners).prepare
+        prepare_inputs = (self._runners.single or self._runners).prepare_inputs
         if not self._faults.failed:
             try:
-                return prepare(rows, num_steps), {}
+                return prepare_inputs(rows, num_steps), {}
             except Exception:
                 pass  # raised, logged and narrowed to one request below
-        inputs, failures = self._faults.prepare(rows, prepare, num_steps)
+        inputs, failures = self._faults.prepare_inputs(rows, prepare_inputs, num_steps)
         if self._shares_steps and not inputs and num_steps == 1:
             self._runners.join()
         return inputs, failures

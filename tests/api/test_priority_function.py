@@ -33,7 +33,7 @@ def test_background_requests_keep_their_priority():
     with make_llm(**options("shortest_prompt")) as llm:
         (prompt,) = prompts_of(9)
         request, background = (
-            llm.frontend.prepare("name", prompt, GREEDY, RequestContext(priority))
+            llm.frontend.prepare_request("name", prompt, GREEDY, RequestContext(priority))
             for priority in (0, BACKGROUND_PRIORITY)
         )
     assert request.origin.priority == request.samples[0].priority == 9

@@ -93,7 +93,7 @@ def test_a_program_s_bytes_are_all_but_what_is_looked_up():
         header = ConfigFile(path / "config.json")
         program = build_programs(header.config)["decoder"]
         load = DummyWeights(lambda weight: header.get_format(weight.name)).load
-        prepared = TorchBackend(BackendOptions(num_threads=1)).prepare(program, load)
+        prepared = TorchBackend(BackendOptions(num_threads=1)).prepare_program(program, load)
     matrices = shape.layers * shape.layer_numbers + shape.vocab * shape.hidden
     norms = (2 * shape.layers + 1) * shape.hidden
     assert weight_bytes_read(prepared) == 2 * matrices + 4 * norms

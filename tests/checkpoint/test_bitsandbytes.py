@@ -148,7 +148,7 @@ def test_tiles_take_the_bits_of_their_codes(tmp_path: Path) -> None:
     program = build_programs(checkpoint.config)["decoder"]
     backend = NativeBackend(BackendOptions(num_threads=1, max_tokens=64))
     sizes = backend.footprint(program, loaded_formats(checkpoint, "auto", None, program))
-    prepared = backend.prepare(program, WeightReader(checkpoint).load)
+    prepared = backend.prepare_program(program, WeightReader(checkpoint).load)
     assert sum(sizes.weight_bytes.values()) == prepared.weight_bytes
     bits = {
         name: 8 * size / np.prod(weight.shape)

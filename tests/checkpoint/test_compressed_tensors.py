@@ -145,7 +145,7 @@ def test_backends_run_it(tmp_path: Path, name: str) -> None:
     format_of = loaded_formats(checkpoint, "auto", None, program)
     for kind in (TorchBackend, NativeBackend):
         backend = kind(BackendOptions(num_threads=1, max_tokens=64))
-        prepared = backend.prepare(program, WeightReader(checkpoint).load)
+        prepared = backend.prepare_program(program, WeightReader(checkpoint).load)
         footprint = backend.footprint(program, format_of)
         assert sum(footprint.weight_bytes.values()) == prepared.weight_bytes
 

@@ -87,7 +87,7 @@ def test_headers_say_how_matrices_are_stored(tmp_path: Path, name: str) -> None:
     program = build_programs(checkpoint.config)["decoder"]
     format_of = loaded_formats(checkpoint, "auto", None, program)
     for backend in (native(max_tokens=64), TorchBackend(BackendOptions(num_threads=1))):
-        prepared = backend.prepare(program, WeightReader(checkpoint).load)
+        prepared = backend.prepare_program(program, WeightReader(checkpoint).load)
         footprint = backend.footprint(program, format_of)
         assert sum(footprint.weight_bytes.values()) == prepared.weight_bytes
     planned = ConfigFile(tmp_path / "config.json").get_format(f"{DOWN}.weight")

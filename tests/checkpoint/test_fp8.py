@@ -85,7 +85,7 @@ def test_headers_say_how_matrices_are_stored(tmp_path: Path) -> None:
         checkpoint = open_checkpoint(folder)
         program = build_programs(checkpoint.config)["decoder"]
         backend = TorchBackend(BackendOptions(num_threads=1, max_tokens=64))
-        prepared = backend.prepare(program, WeightReader(checkpoint).load)
+        prepared = backend.prepare_program(program, WeightReader(checkpoint).load)
         for header in (checkpoint, ConfigFile(folder / "config.json")):
             format_of = loaded_formats(header, "auto", None, program)
             matrices = {
@@ -118,7 +118,7 @@ def test_native_runs_the_codes(tmp_path: Path, family: str, scheme: str) -> None
     checkpoint = open_checkpoint(tmp_path)
     program = build_programs(checkpoint.config)["decoder"]
     sizes = backend.footprint(program, loaded_formats(checkpoint, "auto", None, program))
-    prepared = backend.prepare(program, WeightReader(checkpoint).load)
+    prepared = backend.prepare_program(program, WeightReader(checkpoint).load)
     assert sum(sizes.weight_bytes.values()) == prepared.weight_bytes
     down = next(w for w in sizes.weight_bytes if w.name.endswith("down_proj.weight"))
     assert sizes.weight_bytes[down] < 1.2 * down.shape[0] * -(-down.shape[1] // 32) * 32

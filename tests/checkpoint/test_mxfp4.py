@@ -110,7 +110,7 @@ def test_the_footprint_is_that_of_four_bits(models: tuple[Path, Path]) -> None:
     format_of = loaded_formats(checkpoint, "auto", None, program)
     backend = NativeBackend(BackendOptions(num_threads=1, max_tokens=64))
     footprint = backend.footprint(program, format_of)
-    prepared = backend.prepare(program, WeightReader(checkpoint).load)
+    prepared = backend.prepare_program(program, WeightReader(checkpoint).load)
     assert sum(footprint.weight_bytes.values()) == prepared.weight_bytes
     experts = {w: size for w, size in footprint.weight_bytes.items() if w.name == GATES}
     outputs = sum(weight.shape[0] * -(-weight.shape[1] // 16) * 16 for weight in experts)

@@ -48,7 +48,7 @@ def test_a_model_is_described_from_its_headers(octavo):
     assert report.info.model_type == "llama" and report.num_parameters == 134_515_008
     assert report.formats == {"Q4_1": 106_168_320, "Q8_0": 28_311_552, "F32": 35_136}
     assert report.has_tokenizer and report.has_chat_template and report.runs
-    assert [verdict.refusal for verdict in report.verdicts] == [None, None]
+    assert [verdict.unsupported_reason for verdict in report.verdicts] == [None, None]
     done = octavo("models", "smollm2")
     assert done.code == 0
     assert done.out.startswith("smollm2: llama, 134.5 M parameters, 93.8 MiB\n")
@@ -94,7 +94,9 @@ def test_a_backend_that_refuses_says_why(tmp_path):
     file = tmp_path / "config.json"
     fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     file.write_text(json.dumps(tiny_model("llama").config | {"quantization_config": fp8}))
-    verdicts = {verdict.backend: verdict.refusal for verdict in make_report(str(file)).verdicts}
+    verdicts = {
+        verdict.backend: verdict.unsupported_reason for verdict in make_report(str(file)).verdicts
+    }
     assert "F8_E4M3:16" in verdicts["native"]
     assert verdicts["torch"] is None and verdicts["reference"] is None
 

@@ -202,13 +202,13 @@ def test_int4_that_cannot_be_is_refused_and_not_suggested(octavo, config):
 def test_what_is_planned_is_what_is_loaded(octavo, monkeypatch):
     """Plan, check before loading and packed weights agree on the bytes of the weights."""
     path = tiny_model("llama", **WIDTHS_OF_32["llama"], num_hidden_layers=9).path
-    sizes, prepared, prepare = [], [], NativeBackend.prepare
+    sizes, prepared, prepare_program = [], [], NativeBackend.prepare_program
 
     def recorded(*arguments):
-        prepared.append(prepare(*arguments))
+        prepared.append(prepare_program(*arguments))
         return prepared[-1]
 
-    monkeypatch.setattr(NativeBackend, "prepare", recorded)
+    monkeypatch.setattr(NativeBackend, "prepare_program", recorded)
     for quantization in ("int4", "int8", None):
         options = {} if quantization is None else {"quantization": quantization}
         flags = [f"--{name}={value}" for name, value in options.items()]

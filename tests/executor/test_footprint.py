@@ -49,7 +49,9 @@ def test_native_int4(family, num_layers):
 def check_native(checkpoint, program, dtype, quantization):
     backend = NativeBackend(BackendOptions(dtype=dtype, max_tokens=64))
     found = backend.footprint(program, loaded_formats(checkpoint, dtype, quantization, program))
-    runnable = backend.prepare(program, WeightReader(checkpoint, dtype, quantization, program).load)
+    runnable = backend.prepare_program(
+        program, WeightReader(checkpoint, dtype, quantization, program).load
+    )
     assert sum(found.weight_bytes.values()) == runnable.weight_bytes
     assert found.kv_layouts == runnable.kv_layouts
     assert found.step_bytes >= 64 * 4 * 2 * 64, (
@@ -63,7 +65,9 @@ def test_torch(family, dtype, quantization):
     checkpoint, program = decoder(family)
     backend = TorchBackend(BackendOptions(dtype=dtype, max_tokens=64))
     found = backend.footprint(program, loaded_formats(checkpoint, dtype, quantization, program))
-    runnable = backend.prepare(program, WeightReader(checkpoint, dtype, quantization, program).load)
+    runnable = backend.prepare_program(
+        program, WeightReader(checkpoint, dtype, quantization, program).load
+    )
     assert sum(found.weight_bytes.values()) == runnable.weight_bytes
     assert found.kv_layouts == runnable.kv_layouts
 
@@ -73,7 +77,7 @@ def test_reference(family):
     checkpoint, program = decoder(family)
     backend = ReferenceBackend()
     found = backend.footprint(program, loaded_formats(checkpoint, "auto", None, program))
-    runnable = backend.prepare(program, WeightReader(checkpoint).load)
+    runnable = backend.prepare_program(program, WeightReader(checkpoint).load)
     assert sum(found.weight_bytes.values()) == runnable.weight_bytes
     assert found.kv_layouts == runnable.kv_layouts
 

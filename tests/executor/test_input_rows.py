@@ -72,7 +72,7 @@ def expected() -> NDArray[np.float64]:
 @pytest.mark.parametrize("name", ["reference", "native", "torch"])
 def test_each_backend_gives_what_the_formula_says(name):
     backend = backend_named(name, dtype="float32", max_tokens=16, max_context=16)
-    runnable = backend.prepare(program(), lambda weight: PackedWeight.plain(TABLE))
+    runnable = backend.prepare_program(program(), lambda weight: PackedWeight.plain(TABLE))
     kv = backend.allocate(runnable.kv_layouts, [1])
     rows = runnable.run(batch(), kv).arrays["rows"]
     np.testing.assert_allclose(rows, expected(), rtol=0, atol=2e-6)
@@ -87,7 +87,7 @@ def test_columns_of_rows_from_outside_are_read_and_concatenated(name):
     joined = b.finish(rows=b.gather_rows(concat(b, parts)))
     backend = backend_named(name, dtype="float32", max_tokens=16, max_context=16)
     table = np.ascontiguousarray(TABLE[:, :4])
-    runnable = backend.prepare(joined, lambda weight: PackedWeight.plain(table))
+    runnable = backend.prepare_program(joined, lambda weight: PackedWeight.plain(table))
     step = batch(None)
     step.context_lens, step.slots = np.zeros((0, 1), np.int32), np.zeros((0, COUNT), np.int32)
     step.block_tables = np.zeros((0, 1, 1), np.int32)
@@ -105,7 +105,7 @@ def test_columns_of_rows_from_outside_are_read_and_concatenated(name):
 
 def test_native_refuses_a_row_that_does_not_see_itself():
     backend = backend_named("native", dtype="float32", max_tokens=16)
-    runnable = backend.prepare(program(), lambda weight: PackedWeight.plain(TABLE))
+    runnable = backend.prepare_program(program(), lambda weight: PackedWeight.plain(TABLE))
     kv = backend.allocate(runnable.kv_layouts, [1])
     with pytest.raises(ValueError, match="row 2 sees keys up to 2, not its own at 2"):
         runnable.run(batch(np.array([1, 2, 2, 4, 5, 6], np.int32)), kv)

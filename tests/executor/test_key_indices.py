@@ -97,7 +97,7 @@ def steps():
 
 def logits(name, program, change=lambda batch: batch):
     backend = backend_of(name)
-    runnable = backend.prepare(program, load)
+    runnable = backend.prepare_program(program, load)
     kv = backend.allocate(runnable.kv_layouts, [9])
     return np.concatenate([runnable.run(change(batch), kv).arrays["logits"] for batch in steps()])
 

@@ -29,9 +29,9 @@ def backend_of(kind, **options):
 @BACKENDS
 def test_a_program_keeps_its_layout_when_another_is_prepared(kind):
     backend, program = backend_of(kind), attention_program(None)
-    precise = backend.prepare(program, load)
+    precise = backend.prepare_program(program, load)
     assert [layout.dtype for layout in precise.kv_layouts] == ["fp32"]
-    halved = backend.prepare(program, load_bf16)
+    halved = backend.prepare_program(program, load_bf16)
     assert [layout.dtype for layout in halved.kv_layouts] == ["bf16"]
     assert [layout.dtype for layout in precise.kv_layouts] == ["fp32"]
     assert precise.kv_layouts[0].block_bytes == 2 * halved.kv_layouts[0].block_bytes
@@ -44,16 +44,19 @@ def test_a_program_runs_the_same_beside_one_of_another_precision(kind):
     """
     program, batch = attention_program(None), batch_of([(0, 37), (0, 1), (0, 20)])
     backend = backend_of(kind)
-    runnable = backend.prepare(program, load)
+    runnable = backend.prepare_program(program, load)
     alone = runnable.run(batch, backend.allocate(runnable.kv_layouts, [9])).arrays["logits"]
-    backend.prepare(program, load_bf16)
+    backend.prepare_program(program, load_bf16)
     beside = runnable.run(batch, backend.allocate(runnable.kv_layouts, [9])).arrays["logits"]
     np.testing.assert_array_equal(beside, alone)
 
 
 def test_programs_of_one_model_must_agree_on_their_layouts():
     backend, program = backend_of(TorchBackend), attention_program(None)
-    precise, halved = backend.prepare(program, load), backend.prepare(program, load_bf16)
+    precise, halved = (
+        backend.prepare_program(program, load),
+        backend.prepare_program(program, load_bf16),
+    )
     assert get_common_layouts({"encoder": precise, "decoder": precise}) == precise.kv_layouts
     with pytest.raises(
         ConfigError,

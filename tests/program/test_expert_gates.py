@@ -16,8 +16,8 @@ from tests.support.tiny_models import tiny_model
 class Folding(ReferenceBackend):
     """The reference backend over Programs with folded gates."""
 
-    def prepare(self, program, load):
-        return super().prepare(fold_expert_gates(fuse(program)), load)
+    def prepare_program(self, program, load):
+        return super().prepare_program(fold_expert_gates(fuse(program)), load)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])

@@ -46,7 +46,9 @@ def batch_of(rows, sampled=None):
 
 def logits_of(program, weights, sampled=None):
     backend = ReferenceBackend()
-    runnable = backend.prepare(program, lambda weight: PackedWeight.plain(weights[weight.name]))
+    runnable = backend.prepare_program(
+        program, lambda weight: PackedWeight.plain(weights[weight.name])
+    )
     return runnable.run(
         batch_of(NUM_ROWS, sampled),
         backend.allocate(runnable.kv_layouts, [8] * len(program.groups)),
@@ -77,7 +79,7 @@ def test_families(family):
     wanted = runner.logits(ids)
     program = fuse(runner.programs["decoder"])
     assert len(program.ops) < len(runner.programs["decoder"].ops)
-    runner.runnables["decoder"] = runner.backend.prepare(
+    runner.runnables["decoder"] = runner.backend.prepare_program(
         program, WeightReader(open_checkpoint(path)).load
     )
     np.testing.assert_allclose(runner.logits(ids), wanted, rtol=1e-9, atol=1e-9)

@@ -308,6 +308,6 @@ def test_one_rank_is_the_whole():
 def test_native_refuses_by_name():
     whole = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
     with pytest.raises(BackendUnavailable, match="the native backend cannot run the op AllReduce"):
-        NativeBackend(BackendOptions()).prepare(
+        NativeBackend(BackendOptions()).prepare_program(
             shard(whole, 0, 2), WeightReader(open_checkpoint(tiny_model("llama").path)).load
         )

@@ -57,7 +57,7 @@ def batch() -> StepBatch:
 
 
 def logits(backend, of: Program, weights, given: StepBatch) -> np.ndarray:
-    runnable = backend.prepare(of, lambda weight: PackedWeight.plain(weights[weight.name]))
+    runnable = backend.prepare_program(of, lambda weight: PackedWeight.plain(weights[weight.name]))
     return runnable.run(given, backend.allocate(runnable.kv_layouts, [])).arrays["logits"]
 
 

@@ -152,7 +152,9 @@ def _logits(ids: np.ndarray, dtype: str) -> np.ndarray:
         checkpoint = open_checkpoint(resolve("smollm2"))
         program = build_programs(checkpoint.config)["decoder"]
         backend = NativeBackend(BackendOptions(dtype=dtype, num_threads=2, max_tokens=1024))
-        runnable = backend.prepare(program, WeightReader(checkpoint, dtype, None, program).load)
+        runnable = backend.prepare_program(
+            program, WeightReader(checkpoint, dtype, None, program).load
+        )
         _RUNNABLES[dtype] = runnable, backend.allocate(runnable.kv_layouts, [64])
     runnable, kv = _RUNNABLES[dtype]
     rows = np.arange(len(ids), dtype=np.int32)

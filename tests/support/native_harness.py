@@ -128,13 +128,15 @@ class Case:
     @cached_property
     def expected(self) -> NDArray[np.float64]:
         """All rows on the reference backend."""
-        return self.run(ReferenceBackend().prepare(self.program, self.load), self.num_rows, pad=0)
+        return self.run(
+            ReferenceBackend().prepare_program(self.program, self.load), self.num_rows, pad=0
+        )
 
     def native(self, level: str | None, *, threads: int = 1) -> Runnable:
         options = BackendOptions(
             num_threads=threads, max_tokens=self.num_rows + 8, kv_cache_dtype="fp32"
         )
-        return NativeBackend(options, level=level).prepare(self.program, self.load)
+        return NativeBackend(options, level=level).prepare_program(self.program, self.load)
 
     def run(self, runnable: Runnable, rows: int, *, pad: int = 0) -> NDArray[Any]:
         """Returns the first `rows` rows, followed by `pad` rows of NaN."""

@@ -81,7 +81,8 @@ class PagedRunner:
                 formats = loaded_formats(checkpoint, "auto", None, program)
                 self.backend.check(program, formats)
         self.runnables = {
-            name: self.backend.prepare(program, load) for name, program in self.programs.items()
+            name: self.backend.prepare_program(program, load)
+            for name, program in self.programs.items()
         }
         self.groups = next(iter(self.programs.values())).groups
         self.layouts = get_common_layouts(self.runnables)

@@ -138,18 +138,18 @@ def test_a_fault_ends_the_engine_and_another_s_end_is_its_reason(pair: list[Engi
 
 def test_generations_meet_apart_and_a_missed_one_is_left() -> None:
     generations = EngineGenerations(2, 1)
-    with generations.place(0, 0) as one:
+    with generations.open_endpoint(0, 0) as one:
         first = socket.socket(fileno=os.dup(one.links[0]))
-    with generations.place(1, 0) as two:
+    with generations.open_endpoint(1, 0) as two:
         second = socket.socket(fileno=os.dup(two.links[0]))
     first.sendall(b"x")
     assert second.recv(1) == b"x"
     second.close()
     assert first.recv(1) == b""  # nothing of the rendezvous is held here any more
     first.close()
-    with generations.place(0, 1) as one:
+    with generations.open_endpoint(0, 1) as one:
         waiting = socket.socket(fileno=os.dup(one.links[0]))
-    with generations.place(1, 2):
+    with generations.open_endpoint(1, 2):
         assert waiting.recv(1) == b""  # the other engine never comes to generation 1
     waiting.close()
 

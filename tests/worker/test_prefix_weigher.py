@@ -39,12 +39,12 @@ def queries(family: str, backend: NativeBackend | ReferenceBackend) -> Any:
         return reader.load(weight)
 
     part = probing_part(program)
-    whole, prepared = backend.prepare_with_part(program, part, load, part_tokens=32)
+    whole, prepared = backend.prepare_program_with_part(program, part, load, part_tokens=32)
     assert set(loads) == set(program.weights) and set(loads.values()) == {1}
     probe = get_probe(program)
     kv = backend.allocate(prepared.kv_layouts, [NUM_BLOCKS] * len(prepared.kv_layouts))
     layout = whole.kv_layouts[probe.group]
-    return PrefixWeigher(backend, prepared, kv, layout, probe).prepare(ASKED)
+    return PrefixWeigher(backend, prepared, kv, layout, probe).prepare_query(ASKED)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "qwen3_moe"])

@@ -225,7 +225,7 @@ def raise_when_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def raise_when_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises while a step's arrays are gathered, from the bad request's second token on."""
-    own, bad = ModelRunner.prepare, set()
+    own, bad = ModelRunner.prepare_inputs, set()
     add = InputBatch.add
 
     def note(rows: InputBatch, new: NewRequest) -> None:
@@ -233,7 +233,7 @@ def raise_when_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
         if new.seed == BAD_SEED:
             bad.add(new.request_id)
 
-    def prepare(
+    def prepare_inputs(
         runner: ModelRunner, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> Any:
         if any(row.request_id in bad and row.start >= 20 for row in scheduled):
@@ -241,7 +241,7 @@ def raise_when_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(runner, scheduled, num_steps)
 
     monkeypatch.setattr(InputBatch, "add", note)
-    monkeypatch.setattr(ModelRunner, "prepare", prepare)
+    monkeypatch.setattr(ModelRunner, "prepare_inputs", prepare_inputs)
 
 
 @pytest.mark.parametrize("inject", [raise_when_added, raise_when_prepared])

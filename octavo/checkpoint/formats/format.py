@@ -68,12 +68,12 @@ class ByModule:
 
 
 @contextmanager
-def prefix_errors(place: Path | str) -> Iterator[None]:
+def prefix_errors(source: Path | str) -> Iterator[None]:
     """Prefixes error messages of a format with the files being read."""
     try:
         yield
     except (WeightMismatch, UnsupportedModel) as error:
-        raise type(error)(f"{place}: {error.message}", hint=error.hint) from None
+        raise type(error)(f"{source}: {error.message}", hint=error.hint) from None
 
 
 def modules_with(

@@ -104,13 +104,15 @@ class GgufCheckpoint:
         return self._gguf_names.keys()
 
     def get_format(self, name: str) -> str:
-        place = self.place(name)
-        kinds = [self.file.tensors[part_name].kind for part_name in place.joined or (place.tensor,)]
+        location = self.locate(name)
+        kinds = [
+            self.file.tensors[part_name].kind for part_name in location.joined or (location.tensor,)
+        ]
         is_one_type = len({kind.name for kind in kinds}) == 1 and kinds[0].dtype is not None
-        return kinds[0].form if not place.joined or is_one_type else "F32"
+        return kinds[0].form if not location.joined or is_one_type else "F32"
 
     def tensor(self, name: str) -> StoredWeight:
-        source, expert, parts = self.place(name)
+        source, expert, parts = self.locate(name)
         if parts:
             return self._joined_tensor(name, parts)
         packed = self.file.tensor(source, expert)
@@ -146,7 +148,7 @@ class GgufCheckpoint:
         return next(each for own, each in self._family.joined.items() if name.endswith(own))
 
     def stored(self, name: str) -> StoredTensor:
-        source, expert, parts = self.place(name)
+        source, expert, parts = self.locate(name)
         shape = self.file.tensors[source].shape
         if parts:
             shape = self._joined(name).shape(*(self.file.tensors[part].shape for part in parts))
@@ -159,8 +161,8 @@ class GgufCheckpoint:
         """Returns whether a matrix is a single tensor of the file with its inputs in their original
         order.
         """
-        place = self.place(name)
-        return not place.joined and _stem(place.tensor) not in self._family.column_orders
+        location = self.locate(name)
+        return not location.joined and _stem(location.tensor) not in self._family.column_orders
 
     def release(self) -> None:
         for part in self.file.files:
@@ -168,7 +170,7 @@ class GgufCheckpoint:
 
     def in_file_order(self, name: str, rows: NDArray) -> NDArray:
         """Returns rows in the order of the file, given in the family's order."""
-        stem = _stem(self.place(name).tensor)
+        stem = _stem(self.locate(name).tensor)
         if stem not in self._family.row_orders:
             return rows
         ordered: NDArray = rows[np.argsort(self._row_order(stem, len(rows)))]
@@ -180,7 +182,7 @@ class GgufCheckpoint:
 
     def has_offset(self, name: str) -> bool:
         """Returns whether the file stores a tensor with an offset."""
-        source = self.place(name).tensor
+        source = self.locate(name).tensor
         return (
             bool(self._family.norm_offset)
             and source.endswith("norm.weight")
@@ -189,9 +191,9 @@ class GgufCheckpoint:
 
     def names_in(self, tensor: str) -> list[str]:
         """Returns the names of the tensors or experts' matrices in a tensor of the file."""
-        return [name for name, place in self._gguf_names.items() if place.tensor == tensor]
+        return [name for name, location in self._gguf_names.items() if location.tensor == tensor]
 
-    def place(self, name: str) -> TensorLocation:
+    def locate(self, name: str) -> TensorLocation:
         """Returns the location of a tensor in the file; raises WeightMismatch if it is missing."""
         source = self._gguf_names.get(name)
         if source is None:

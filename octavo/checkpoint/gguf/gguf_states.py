@@ -157,12 +157,12 @@ def jamba_config(header: Header) -> Config:
 
 def _period(header: Header, name: str, chosen: Sequence[bool]) -> Config:
     """Returns the period and the offset of the chosen layers."""
-    places = [layer for layer, is_chosen in enumerate(chosen) if is_chosen]
-    offset = places[0] if places else len(chosen)
-    period = places[1] - offset if len(places) > 1 else len(chosen) + 1
+    layers = [layer for layer, is_chosen in enumerate(chosen) if is_chosen]
+    offset = layers[0] if layers else len(chosen)
+    period = layers[1] - offset if len(layers) > 1 else len(chosen) + 1
     if [layer % period == offset for layer in range(len(chosen))] != list(chosen):
         raise UnsupportedModel(
-            f"{header.file.path}: the {name}s are {places}, expected evenly spaced layers"
+            f"{header.file.path}: the {name}s are {layers}, expected evenly spaced layers"
         )
     return {f"{name}_period": period, f"{name}_offset": offset}
 

@@ -205,7 +205,7 @@ class GgufDirectory:
         self._folder = folder
         self._plans = {plan.name: plan for plan in matrices}
         source = self._checkpoint.file
-        kinds = {self._checkpoint.place(plan.name).tensor: self._kind(plan) for plan in matrices}
+        kinds = {self._checkpoint.locate(plan.name).tensor: self._kind(plan) for plan in matrices}
         tables: dict[str, BlockType] = {
             name: kind
             for name in ("token_embd.weight", "output.weight")
@@ -233,19 +233,19 @@ class GgufDirectory:
 
     def write_matrix(self, plan: MatrixPlan, matrix: RoundedMatrix) -> None:
         rows = block_bytes(matrix, self._kind(plan))
-        place = self._checkpoint.place(plan.name)
+        location = self._checkpoint.locate(plan.name)
         data = self._checkpoint.in_file_order(plan.name, rows)
-        self._writer.write(place.tensor, data, matrix=place.expert or 0)
+        self._writer.write(location.tensor, data, matrix=location.expert or 0)
 
     def write_vector(self, name: str, numbers: NDArray[np.float32]) -> None:
-        source = self._checkpoint.place(name).tensor
+        source = self._checkpoint.locate(name).tensor
         kind = self._checkpoint.file.tensors[source].kind
         assert kind.dtype is not None, "vectors are floats"
         stored = self._checkpoint.in_file_numbers(name, numbers)
         self._writer.write(source, stored.astype(kind.dtype))
 
     def round_to_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
-        kind = self._checkpoint.file.tensors[self._checkpoint.place(name).tensor].kind
+        kind = self._checkpoint.file.tensors[self._checkpoint.locate(name).tensor].kind
         assert kind.dtype is not None, "vectors are floats"
         stored = self._checkpoint.in_file_numbers(name, numbers).astype(kind.dtype)
         moved = stored.astype(np.float32) - self._checkpoint.in_file_numbers(
@@ -323,9 +323,9 @@ def _copy_small_files(source: Path, folder: Path) -> None:
         is_weights = file.suffix in WEIGHT_FILES or file.name.endswith(WEIGHT_INDEX)
         if file.is_file() and not is_weights and file.name not in NOT_COPIED:
             shutil.copyfile(file, folder / file.name)
-    for place in module_folders(source):
-        if place.is_dir():
-            shutil.copytree(place, folder / place.relative_to(source), dirs_exist_ok=True)
+    for location in module_folders(source):
+        if location.is_dir():
+            shutil.copytree(location, folder / location.relative_to(source), dirs_exist_ok=True)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ class SafetensorsWriter:
         tensors.
         """
         shards = _shards(specs)
-        self._places: dict[str, tuple[Path, int, TensorSpec]] = {}
+        self._locations: dict[str, tuple[Path, int, TensorSpec]] = {}
         for number, shard in enumerate(shards, 1):
             name = (
                 "model.safetensors"
@@ -55,14 +55,14 @@ class SafetensorsWriter:
             )
             self._open(folder / name, shard, keeps=keeps)
         if len(shards) > 1:
-            weight_map = {name: place[0].name for name, place in self._places.items()}
+            weight_map = {name: location[0].name for name, location in self._locations.items()}
             total = sum(spec.num_bytes for spec in specs)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=1))
 
     def write(self, name: str, array: NDArray) -> None:
         """Writes a tensor at its offset; its type and shape must match the spec."""
-        path, start, spec = self._places[name]
+        path, start, spec = self._locations[name]
         assert array.shape == spec.shape and NAMES[array.dtype] == spec.dtype, (
             f"{name}: {array.dtype} {array.shape} for {spec}"
         )
@@ -84,7 +84,7 @@ class SafetensorsWriter:
         offset = 8 + len(text)
         for spec in specs:
             begin = header[spec.name]["data_offsets"][0]
-            self._places[spec.name] = (path, offset + begin, spec)
+            self._locations[spec.name] = (path, offset + begin, spec)
         if not keeps:
             reserve(path, offset + start)
             write_at(path, 0, np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))

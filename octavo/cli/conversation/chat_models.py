@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.api.errors import ConfigError, WorkerFailed
 from octavo.cli.common import answers
 from octavo.cli.common.answers import Statistics, sampling_for
-from octavo.utils.http_client import HttpClient, describe_refusal, parse_json
+from octavo.utils.http_client import HttpClient, describe_error, parse_json
 
 if TYPE_CHECKING:
     from octavo.api.llm import LLM
@@ -96,7 +96,7 @@ class RemoteModel:
         answer = self._client.get("/v1/models")
         if answer.status_code != 200:
             raise ConfigError(
-                f"url: {self._client.url}/v1/models returned {describe_refusal(answer)}",
+                f"url: {self._client.url}/v1/models returned {describe_error(answer)}",
                 hint="check --url, and --api-key if the server has keys",
             )
         try:

@@ -147,7 +147,7 @@ class PrefillPeers:
             if peer.tokens.pop(request_id, None) is not None:
                 self._send(peer, Withdrawn(request_id))
 
-    def place(self, request: ParentRequest) -> None:
+    def offer_to_peers(self, request: ParentRequest) -> None:
         """Sends a request's prompt to the peer with the fewest queued tokens, if enough of the
         prompt is uncached here and a peer is available.
         """

@@ -48,9 +48,9 @@ class Transfers(RemotePrefill):
     def peers(self) -> list[str]:
         return [] if self._peers is None else self._peers.there
 
-    def place(self, request: ParentRequest) -> None:
+    def offer_to_peers(self, request: ParentRequest) -> None:
         if self._peers is not None:
-            self._peers.place(request)
+            self._peers.offer_to_peers(request)
 
     def ended(self, request_id: str) -> None:
         if self._peers is not None:

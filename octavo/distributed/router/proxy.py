@@ -210,7 +210,7 @@ class RouterProxy:
     ) -> None:
         """Tries one server after another until one has begun to respond."""
         tried: set[int] = set()
-        refusal: Response | None = None
+        error_response: Response | None = None
         while len(tried) < self._settings.max_attempts:
             placement = await self._place(request, tried)
             if placement is None:
@@ -223,7 +223,7 @@ class RouterProxy:
                     ServerChoice.POLICY,
                     ServerChoice.ANY,
                 ):
-                    refusal = await self._read_refusal(answer, placement)
+                    error_response = await self._read_error(answer, placement)
                     continue
                 try:
                     await self._stream(answer, placement, scope, send)
@@ -236,14 +236,14 @@ class RouterProxy:
                 self._counts.add("retries", str(placement.index), "lost")
             finally:
                 placement.end()
-        if refusal is None:
+        if error_response is None:
             trouble = self._members.describe_trouble(request.parsed.model)
             raise Unavailable(
                 f"no server can process the request:"
                 f" {trouble or 'no server has this model or object'}",
                 hint="try again in a few seconds",
             )
-        await refusal(scope, receive, send)
+        await error_response(scope, receive, send)
 
     async def _place(self, request: ForwardedRequest, tried: set[int]) -> PlacedRequest | None:
         """Returns the next server for a request; None if there are no more."""
@@ -268,7 +268,7 @@ class RouterProxy:
                 index = self._placer.get_least_busy(tried)  # it reports that it does not exist
         return None if index is None else self._placer.assign(index, job)
 
-    async def _read_refusal(self, answer: UpstreamResponse, placement: PlacedRequest) -> Response:
+    async def _read_error(self, answer: UpstreamResponse, placement: PlacedRequest) -> Response:
         """Returns the error response of a server, in case no other server succeeds."""
         member = placement.member
         try:

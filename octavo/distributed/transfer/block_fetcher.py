@@ -35,7 +35,7 @@ from octavo.distributed.transfer.messages import (
     LayerPart,
     NoBlocks,
     NotYours,
-    TookBlocks,
+    ReleaseBlocks,
     WantBlocks,
     WantedBlock,
     WorkerReplyMessage,
@@ -203,8 +203,8 @@ class BlockFetcher:
         if not any(endpoint in one.missing for one in self._arriving.values()):
             self._heard[endpoint] = time.monotonic()
         for block in blocks:
-            place = self._heads.get_piece_slice(block.group, heads[block.group])
-            memory = self._slots[block.group][block.slot][place]
+            piece = self._heads.get_piece_slice(block.group, heads[block.group])
+            memory = self._slots[block.group][block.slot][piece]
             self._arriving[block.name].missing[endpoint] = ArrivingPiece(self._epoch, memory)
         wanted_blocks = [WantedBlock(block.group, block.key) for block in blocks]
         spans = [heads.get(group, NO_HEADS) for group in range(len(self._slots))]
@@ -330,13 +330,13 @@ class BlockFetcher:
         not wanted.
         """
         if not self._answers(offer.name, source, offer.epoch):
-            self._send(source, TookBlocks([offer.name], offer.epoch))
+            self._send(source, ReleaseBlocks([offer.name], offer.epoch))
             return
         piece = self._piece(offer.name, source)
         if self._reader is None or offer.num_bytes != len(piece.memory):
             logger.warning("a KV block of %s has another transport and is recomputed", source)
             self._end([offer.name])
-            self._send(source, TookBlocks([offer.name], offer.epoch))
+            self._send(source, ReleaseBlocks([offer.name], offer.epoch))
         elif not piece.is_read:
             piece.is_read = True
             name = PieceKey(offer.name, source)
@@ -364,7 +364,7 @@ class BlockFetcher:
                 self._end([name])
         for (source, epoch), names in finished.items():
             if source in self._sources:
-                self._send(source, TookBlocks(names, epoch))
+                self._send(source, ReleaseBlocks(names, epoch))
 
     def renew_leases(self) -> None:
         """Renews the leases of blocks that are still to be read."""

@@ -32,11 +32,11 @@ from octavo.distributed.transfer.messages import (
     BlockPart,
     DropBlocks,
     HoldBlocks,
+    KeepAlive,
     LayerPart,
     NoBlocks,
     NotYours,
-    StillThere,
-    TookBlocks,
+    ReleaseBlocks,
     WantBlocks,
     WorkerRequestMessage,
 )
@@ -148,12 +148,14 @@ class BlockSender:
         """Buffers a block and sends it to waiting peers."""
         now, slot = time.monotonic(), self._slots[block.group][block.slot]
         gone = self.send_buffer.make_room(len(slot), now)
-        place = slot.tobytes() if self._arena is None else self._arena.put(slot)
-        has_room = place is not None and self.send_buffer.put(block.name, block.key, place, now)[0]
+        buffer = slot.tobytes() if self._arena is None else self._arena.put(slot)
+        has_room = (
+            buffer is not None and self.send_buffer.put(block.name, block.key, buffer, now)[0]
+        )
         self._note(gone=gone, **{"kept" if has_room else "not_kept": [block.name]})
-        if place is not None and not has_room:
-            self._release(place)
-        data = place if place is not None and has_room else slot.tobytes()
+        if buffer is not None and not has_room:
+            self._release(buffer)
+        data = buffer if buffer is not None and has_room else slot.tobytes()
         asks = self.send_buffer.waiting(block.name)
         was_streamed = block.name in self._streamed
         self._streamed.discard(block.name)
@@ -200,10 +202,10 @@ class BlockSender:
         for index, block in enumerate(group.blocks):
             for ask in self.send_buffer.asks(block.name):
                 waiting[ask, self._num_sent.get((ask, block.name), 0)].append(index)
-        for (ask, first), places in waiting.items():
-            names = [group.blocks[index].name for index in places]
+        for (ask, first), indices in waiting.items():
+            names = [group.blocks[index].name for index in indices]
             for layer in group.layers[first:num_layers]:
-                self.send_layer(ask, names, layer.offset, layer.data[places])
+                self.send_layer(ask, names, layer.offset, layer.data[indices])
             self._num_sent |= dict.fromkeys([(ask, name) for name in names], num_layers)
             if num_layers == group.num_layers:
                 self._streamed.update(names)
@@ -242,14 +244,14 @@ class BlockSender:
             self.send_buffer.drop(peer, message.names)
         elif isinstance(message, HoldBlocks):
             self.send_buffer.renew(Ask(peer, message.epoch), message.names, time.monotonic())
-        elif isinstance(message, TookBlocks):
+        elif isinstance(message, ReleaseBlocks):
             self.send_buffer.end_leases(Ask(peer, message.epoch), message.names)
-        elif reason := self._refusal(message):
+        elif reason := self._get_rejection(message):
             self._leaving[peer].append(self._encode(NotYours(reason)))
         else:
             self._answer(peer, message)
 
-    def _refusal(self, message: WantBlocks) -> str:
+    def _get_rejection(self, message: WantBlocks) -> str:
         """Returns the reason for rejecting a peer; "" if it is accepted."""
         if message.fingerprint != self._ends.fingerprint:
             return "this engine's blocks have other bytes: model, options or versions differ"
@@ -324,7 +326,7 @@ class BlockSender:
         """Ends waits that timed out, and sends keep-alives to the other peers."""
         self.send_buffer.expire(now)
         for peer in self.send_buffer.waiting_peers:
-            self._leaving[peer].append(self._encode(StillThere()))
+            self._leaving[peer].append(self._encode(KeepAlive()))
 
     def _frames(self, peer: bytes, message: Leaving) -> list[Any]:
         if isinstance(message, bytes):
@@ -398,26 +400,26 @@ def _make_arena(
 
 
 class BlockArena:
-    """Slots of `place_bytes` bytes each, in one array."""
+    """Buffers of `buffer_bytes` bytes each, in one array."""
 
-    def __init__(self, num_bytes: int, place_bytes: int) -> None:
-        num_places = max(1, num_bytes // place_bytes)
-        self.memory: NDArray[np.uint8] = np.empty(num_places * place_bytes, np.uint8)
-        """The array of all slots; pages use no memory until they are written."""
-        self._place_bytes = place_bytes
-        self._free = list(range(num_places - 1, -1, -1))
+    def __init__(self, num_bytes: int, buffer_bytes: int) -> None:
+        num_buffers = max(1, num_bytes // buffer_bytes)
+        self.memory: NDArray[np.uint8] = np.empty(num_buffers * buffer_bytes, np.uint8)
+        """The array of all buffers; pages use no memory until they are written."""
+        self._buffer_bytes = buffer_bytes
+        self._free = list(range(num_buffers - 1, -1, -1))
 
     def put(self, data: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Copies bytes into a free slot and returns the copy; None if none is free."""
-        assert len(data) <= self._place_bytes, "a block that is larger than a place"
+        """Copies bytes into a free buffer and returns the copy; None if none is free."""
+        assert len(data) <= self._buffer_bytes, "a block that is larger than a buffer"
         if not self._free:
             return None
-        first = self._free.pop() * self._place_bytes
-        place = self.memory[first : first + len(data)]
-        place[:] = data
-        return place
+        first = self._free.pop() * self._buffer_bytes
+        buffer = self.memory[first : first + len(data)]
+        buffer[:] = data
+        return buffer
 
-    def release(self, place: NDArray[np.uint8]) -> None:
+    def release(self, buffer: NDArray[np.uint8]) -> None:
         """Frees a slot; its bytes may be overwritten from now on."""
-        offset = place.ctypes.data - self.memory.ctypes.data
-        self._free.append(offset // self._place_bytes)
+        offset = buffer.ctypes.data - self.memory.ctypes.data
+        self._free.append(offset // self._buffer_bytes)

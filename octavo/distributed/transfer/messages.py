@@ -3,9 +3,9 @@
 Frontends (DEALER to ROUTER): Hello is answered by Welcome. A Prefill is answered by Accepted or
 Declined. An accepted one is later answered by Ended, unless it is Withdrawn first.
 
-Workers (DEALER to ROUTER): the receiver sends WantBlocks, DropBlocks, HoldBlocks and TookBlocks.
+Workers (DEALER to ROUTER): the receiver sends WantBlocks, DropBlocks, HoldBlocks and ReleaseBlocks.
 The sender replies with BlockPart or LayerPart (with the bytes as a second frame), BlockAt,
-NoBlocks, StillThere or NotYours. A block is requested by its hash before it is computed, and sent
+NoBlocks, KeepAlive or NotYours. A block is requested by its hash before it is computed, and sent
 afterwards. Every request has an epoch that replies repeat; replies with an older epoch are ignored.
 """
 
@@ -118,7 +118,7 @@ class HoldBlocks(msgspec.Struct, tag=True):
     """Epoch of the request that the BlockAt answered."""
 
 
-class TookBlocks(msgspec.Struct, tag=True):
+class ReleaseBlocks(msgspec.Struct, tag="TookBlocks"):
     """Ends the leases of blocks of a BlockAt that have been read or will not be."""
 
     names: list[BlockHashWithGroupId]
@@ -181,7 +181,7 @@ class NoBlocks(msgspec.Struct, tag=True):
     """Epoch of the answered request."""
 
 
-class StillThere(msgspec.Struct, tag=True):
+class KeepAlive(msgspec.Struct, tag="StillThere"):
     """Keep-alive while the receiver waits for blocks."""
 
 
@@ -193,5 +193,5 @@ class NotYours(msgspec.Struct, tag=True):
 
 FrontRequestMessage = Hello | Prefill | Withdrawn
 FrontReplyMessage = Welcome | Accepted | Declined | Ended
-WorkerRequestMessage = WantBlocks | DropBlocks | HoldBlocks | TookBlocks
-WorkerReplyMessage = BlockPart | LayerPart | BlockAt | NoBlocks | StillThere | NotYours
+WorkerRequestMessage = WantBlocks | DropBlocks | HoldBlocks | ReleaseBlocks
+WorkerReplyMessage = BlockPart | LayerPart | BlockAt | NoBlocks | KeepAlive | NotYours

@@ -109,8 +109,10 @@ class CoreLoop:
         self.send(Connected())
         module, _, function = setup.build.partition(":")
         build: BuildCore = getattr(importlib.import_module(module), function)
-        place = [setup.place] if setup.place else []
-        core, info = build(setup.options, lambda text: self.send(LoadProgress(text)), *place)
+        endpoint_numbers = [setup.endpoint_numbers] if setup.endpoint_numbers else []
+        core, info = build(
+            setup.options, lambda text: self.send(LoadProgress(text)), *endpoint_numbers
+        )
         if isinstance(core.executor, Losable):
             core.executor.when_lost(self._note_loss)
         if isinstance(core.executor, SharedStepExecutor):
@@ -187,7 +189,7 @@ def _make_result(core: EngineCore, command: RunQuery) -> QueryResult:
     try:
         return QueryResult(command.number, core.query(command.query))
     except InvalidRequest as error:
-        return QueryResult(command.number, refusal=error.message, hint=error.hint)
+        return QueryResult(command.number, error=error.message, hint=error.hint)
 
 
 def _bind(commands: zmq.Socket, endpoint: str) -> bool:

@@ -182,14 +182,14 @@ class FleetClient:
         """Pins the prompt in every core that has cached it; returns the largest number of tokens
         that a core pinned.
         """
-        pinned, refusals = [], []
+        pinned, errors = [], []
         for client in self._clients:
             try:
                 pinned.append(as_number(client.query(pin)))
             except InvalidRequest as error:
-                refusals.append(error)
+                errors.append(error)
         if not pinned:
-            raise refusals[0]
+            raise errors[0]
         return max(pinned)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ class CoreSetup(msgspec.Struct):
     """Name of a `core_process.BuildCore`, "module:function"."""
     options: dict[str, Any]
     """Engine options by their flat names."""
-    place: list[int] = []
+    endpoint_numbers: list[int] = []
     """Command-line arguments of the engine's rank among the engines that share experts; [] if
     experts are not shared.
     """
@@ -56,7 +56,7 @@ class QueryResult(msgspec.Struct, tag=True):
 
     number: int
     value: QueryAnswer = 0
-    refusal: str | None = None
+    error: str | None = None
     """Message of the InvalidRequest that was raised instead of returning a value; None on success.
     """
     hint: str | None = None

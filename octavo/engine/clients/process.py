@@ -73,12 +73,12 @@ class ProcessClient:
         build: str,
         options: dict[str, Any],
         *,
-        place: Sequence[int] = (),
+        endpoint_numbers: Sequence[int] = (),
         inherited: Sequence[int] = (),
     ) -> None:
         """`build` names the function ("module:function") that builds the core in the child process.
-        The child inherits the file descriptors `inherited`; a non-empty `place` is passed to
-        `build`.
+        The child inherits the file descriptors `inherited`; a non-empty `endpoint_numbers` is
+        passed to `build`.
         """
         self._inherited = inherited
         self._sending = threading.Lock()
@@ -112,7 +112,7 @@ class ProcessClient:
         self._poller = zmq.Poller()
         self._poller.register(self._replies, zmq.POLLIN)
         self._poller.register(self._life.fileno(), zmq.POLLIN)
-        self._send(msgspec.msgpack.encode(CoreSetup(build, options, list(place))))
+        self._send(msgspec.msgpack.encode(CoreSetup(build, options, list(endpoint_numbers))))
 
     @property
     def pid(self) -> int:
@@ -174,8 +174,8 @@ class ProcessClient:
             self._num_queries += 1
             self._command(RunQuery(self._num_queries, query))
             result = self._await_result(self._num_queries)
-        if result.refusal is not None:
-            raise InvalidRequest(result.refusal, hint=result.hint)
+        if result.error is not None:
+            raise InvalidRequest(result.error, hint=result.hint)
         return result.value
 
     def kill(self) -> list[CoreOutputs]:

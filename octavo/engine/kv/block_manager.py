@@ -277,7 +277,10 @@ class BlockManager(BlockTables):
         all its blocks on the device. Returns None and changes nothing if host memory is too small.
         """
         moves = self.host.put(
-            {row_id: self.kept(row_id, count) for row_id, count in num_tokens.items()}
+            {
+                row_id: self.get_reusable_tables(row_id, count)
+                for row_id, count in num_tokens.items()
+            }
         )
         if moves is not None:
             for row_id in num_tokens:
@@ -380,11 +383,11 @@ class BlockManager(BlockTables):
             ]
         if hit.sources:
             after = extent._replace(step_end=hit.num_tokens + extent.step_end)
-            if self.place(request_id, kept, after, reserve, excluded=hit.sources):
+            if self.create_tables(request_id, kept, after, reserve, excluded=hit.sources):
                 return hit
             hit = Hit(hit.kept, hit.num_blocks, hit.num_blocks * self.block_size)
         after = extent._replace(step_end=hit.num_tokens + extent.step_end)
-        return hit if self.place(request_id, kept, after, reserve) else None
+        return hit if self.create_tables(request_id, kept, after, reserve) else None
 
     def _load(self, request_id: str, hit: Hit, chain: BlockChain) -> list[BlockMove]:
         """Returns the loads of a hit's blocks that are outside the device."""

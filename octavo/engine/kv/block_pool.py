@@ -195,27 +195,27 @@ class BlockPool:
             if block_id != HOLE:
                 self.release(block_id)
 
-    def has_room(self, kept: Sequence[int | None], num_blocks: int, reserve: int) -> bool:
+    def has_room(self, reused: Sequence[int | None], num_blocks: int, reserve: int) -> bool:
         """Returns whether `reserve` blocks stay free after `fill` with the same arguments."""
         num_idle = num_new = 0
-        for block_id in kept:
+        for block_id in reused:
             if block_id is None:
                 num_new += 1
             elif block_id != HOLE and self.ref_counts[block_id] == 0:
                 num_idle += 1
-        return len(self.free) - num_idle >= num_new + max(0, num_blocks - len(kept)) + reserve
+        return len(self.free) - num_idle >= num_new + max(0, num_blocks - len(reused)) + reserve
 
-    def fill(self, kept: Sequence[int | None], num_blocks: int) -> list[int]:
+    def fill(self, reused: Sequence[int | None], num_blocks: int) -> list[int]:
         """Returns a table of `num_blocks` entries: the kept blocks, with new blocks in place of
         None and at the end.
         """
-        for block_id in kept:  # kept blocks first, so that none of them is allocated
+        for block_id in reused:  # kept blocks first, so that none of them is allocated
             if block_id is not None and block_id != HOLE:
                 self.hold(block_id)
         table = []
-        for block_id in kept:
+        for block_id in reused:
             table.append(self.allocate() if block_id is None else block_id)
-        for _ in range(num_blocks - len(kept)):
+        for _ in range(num_blocks - len(reused)):
             table.append(self.allocate())
         return table
 

@@ -16,7 +16,7 @@ from octavo.engine.protocol.kv_cache_spec import Extent, blocks_for
 from octavo.engine.protocol.kv_messages import BlockMove
 
 FREE = attrgetter("free")
-Kept = list[list[int | None]]
+ReusedBlocks = list[list[int | None]]
 """First entries of a table in each group: existing blocks, holes, and None for blocks to allocate.
 """
 
@@ -70,22 +70,22 @@ class BlockTables:
         """Whether drafts may be trees: no group has a single block for all tokens of a request."""
         self._outlive_steps = all(spec.outlives_step or not spec.grows for spec in specs)
 
-    def place(
+    def create_tables(
         self,
         request_id: str,
-        kept: Kept,
+        reused: ReusedBlocks,
         extent: Extent,
         reserve: int,
         *,
         excluded: Sequence[int] = (),
     ) -> bool:
-        """Creates a request's tables from kept and new blocks. Returns False and changes nothing if
-        fewer than `reserve` blocks would stay free.
+        """Creates a request's tables from reused and new blocks. Returns False and changes nothing
+        if fewer than `reserve` blocks would stay free.
 
         `excluded`: for each group a block that must not be allocated, or a hole.
         """
         counts = []
-        for pool, table in zip(self.pools, kept, strict=True):
+        for pool, table in zip(self.pools, reused, strict=True):
             num_blocks = max(len(table), pool.spec.blocks_at_start(extent, self.block_size))
             spare = reserve + bool(excluded) if pool.spec.grows else 0
             if not pool.has_room(table, num_blocks, spare):
@@ -95,13 +95,13 @@ class BlockTables:
         for pool, block_id in zip(self.pools, excluded, strict=False):
             pool.hold_all([block_id])
         self.tables[request_id] = tables = []
-        for pool, table, num_blocks in zip(self.pools, kept, counts, strict=True):
+        for pool, table, num_blocks in zip(self.pools, reused, counts, strict=True):
             tables.append(pool.fill(table, num_blocks))
         for pool, block_id in zip(self.pools, excluded, strict=False):
             pool.release_all([block_id])
         return True
 
-    def kept(self, request_id: str, num_tokens: int) -> list[list[int]]:
+    def get_reusable_tables(self, request_id: str, num_tokens: int) -> list[list[int]]:
         """Returns the part of a request's tables that the token after the first `num_tokens` tokens
         reads; entries that it does not read are holes.
         """
@@ -121,12 +121,14 @@ class BlockTables:
             return False
         return all(
             HOLE not in table[pool.spec.first_read(num_tokens, self.block_size) :]
-            for pool, table in zip(self.pools, self.kept(parent_id, num_tokens), strict=True)
+            for pool, table in zip(
+                self.pools, self.get_reusable_tables(parent_id, num_tokens), strict=True
+            )
         )
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """Shares the parent's blocks of the first `num_tokens` tokens with the child."""
-        shared = self.kept(parent_id, num_tokens)
+        shared = self.get_reusable_tables(parent_id, num_tokens)
         for pool, table in zip(self.pools, shared, strict=True):
             pool.hold_all(table)
         self.tables[child_id] = shared

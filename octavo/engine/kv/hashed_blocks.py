@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.kv.block_pool import HOLE, BlockPool
-from octavo.engine.kv.block_tables import Kept
+from octavo.engine.kv.block_tables import ReusedBlocks
 from octavo.engine.kv.kv_connector import KVConnector
 from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
 from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, BlockKey, StreamedBlock
@@ -170,7 +170,7 @@ class HashedBlocks:
 class Hit:
     """The cached prefix of a prompt."""
 
-    kept: Kept = field(default_factory=list)
+    kept: ReusedBlocks = field(default_factory=list)
     """Table of each group, in the order of the block keys; None for a block that the connector
     has.
     """
@@ -192,7 +192,7 @@ class Hit:
                 for index, block_id in enumerate(table)
                 if block_id is None
             ),
-            key=lambda place: place[1],
+            key=lambda match: match[1],
         )
 
 
@@ -218,7 +218,7 @@ class PrefixFinder:
         self._pools = pools
         self._connector = connector
         self._block_size = block_size
-        self._nothing: Kept = [[] for _ in pools]
+        self._nothing: ReusedBlocks = [[] for _ in pools]
         self._partly_read = [
             index for index, pool in enumerate(pools) if not pool.spec.keeps_every_token
         ]
@@ -240,7 +240,7 @@ class PrefixFinder:
         if not self.can_hit:
             return NO_HIT
         is_stored = None if self._connector is None else self._connector.has
-        kept = self._longest(self._found(keys, is_stored, left_out)) if keys else self._nothing
+        kept = self._longest(self._get_blocks(keys, is_stored, left_out)) if keys else self._nothing
         num_blocks = len(kept[0])
         num_tokens = num_blocks * self._block_size
         next_ids = rest
@@ -260,7 +260,7 @@ class PrefixFinder:
         """Finds full blocks only; `is_stored` returns whether the connector has a block."""
         if not self.can_hit:
             return NO_HIT
-        kept = self._longest(self._found(keys, is_stored, left_out))
+        kept = self._longest(self._get_blocks(keys, is_stored, left_out))
         return Hit(kept, len(kept[0]), len(kept[0]) * self._block_size)
 
     def read_after(self, keys: Sequence[BlockKey]) -> list[BlockHashWithGroupId]:
@@ -288,16 +288,16 @@ class PrefixFinder:
             sources.append(block_id)
         return sources, match.num_tokens
 
-    def _found(
+    def _get_blocks(
         self,
         keys: Sequence[BlockKey],
         is_stored: Callable[[int, BlockKey], bool] | None,
         left_out: Collection[bytes],
-    ) -> Kept:
+    ) -> ReusedBlocks:
         """Returns the blocks with these keys, up to the first one that is missing in a group that
         needs all blocks. Skipped blocks are holes.
         """
-        tables: Kept = [[] for _ in self._pools]
+        tables: ReusedBlocks = [[] for _ in self._pools]
         for key in keys:
             if key.digest in left_out:
                 for table in tables:
@@ -317,7 +317,7 @@ class PrefixFinder:
                 table.append(block_id)
         return tables
 
-    def _longest(self, tables: Kept) -> Kept:
+    def _longest(self, tables: ReusedBlocks) -> ReusedBlocks:
         """Returns the longest prefix for which every group has the blocks that the next token
         reads.
         """

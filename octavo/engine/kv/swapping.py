@@ -45,8 +45,8 @@ class SwapIn:
         """Returns whether `reserve` blocks stay free when all rows are filled."""
         needed: list[int | None] = []
         shared: set[int] = set()
-        for row, kept in zip(self._rows, self._kept, strict=True):
-            for index, (host_id, block_id) in enumerate(zip(row.host, kept, strict=True)):
+        for row, reused in zip(self._rows, self._kept, strict=True):
+            for index, (host_id, block_id) in enumerate(zip(row.host, reused, strict=True)):
                 if block_id is None and (index >= row.num_final or host_id not in shared):
                     needed.append(None)
                     shared.add(host_id)
@@ -62,8 +62,8 @@ class SwapIn:
         self._pool.hold_all(held)
         homes: dict[int, int] = {}
         tables = [
-            self._fill_row(row, kept, homes)
-            for row, kept in zip(self._rows, self._kept, strict=True)
+            self._fill_row(row, reused, homes)
+            for row, reused in zip(self._rows, self._kept, strict=True)
         ]
         self._pool.release_all(held)
         return tables
@@ -83,21 +83,21 @@ class SwapIn:
         return list(
             dict.fromkeys(
                 block_id
-                for kept in self._kept
-                for block_id in kept
+                for reused in self._kept
+                for block_id in reused
                 if block_id is not None and block_id != HOLE
             )
         )
 
     def _fill_row(
-        self, row: SwappedTable, kept: Sequence[int | None], device_blocks: dict[int, int]
+        self, row: SwappedTable, reused: Sequence[int | None], device_blocks: dict[int, int]
     ) -> list[int]:
         """Builds one row's table; `device_blocks` maps the full host blocks copied so far to device
         blocks.
         """
         blocks = [
             device_blocks.get(host_id) if block_id is None else block_id
-            for host_id, block_id in zip(row.host, kept, strict=True)
+            for host_id, block_id in zip(row.host, reused, strict=True)
         ]
         table = self._pool.fill(blocks, row.num_blocks)
         for index, host_id in enumerate(row.host):
@@ -144,21 +144,21 @@ class HostBlocks:
         ]
         if any(len(free) < len(blocks) for free, blocks in zip(self.free, moved, strict=True)):
             return None
-        places = [
+        host_maps = [
             {block_id: free.pop() for block_id in blocks}
             for free, blocks in zip(self.free, moved, strict=True)
         ]
         for request_id, rows in tables.items():
             self.tables[request_id] = [
-                [HOLE if block_id == HOLE else place[block_id] for block_id in table]
-                for place, table in zip(places, rows, strict=True)
+                [HOLE if block_id == HOLE else host_map[block_id] for block_id in table]
+                for host_map, table in zip(host_maps, rows, strict=True)
             ]
             for counts, table in zip(self.ref_counts, self.tables[request_id], strict=True):
                 counts.update(_blocks(table))
         return [
             BlockMove(group, source, target, "swap_out")
-            for group, place in enumerate(places)
-            for source, target in place.items()
+            for group, host_map in enumerate(host_maps)
+            for source, target in host_map.items()
         ]
 
     def drop(self, request_id: str) -> None:

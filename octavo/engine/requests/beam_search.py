@@ -46,7 +46,7 @@ class Continuation:
     row: SequenceState
     token_id: int
     cumulative_logprob: float
-    place: int
+    rank: int
     """Index of the token among the row's top alternatives."""
 
 
@@ -156,11 +156,11 @@ class BeamSearch:
         num_output_tokens = rows[0].num_tokens + 1 - self._num_prompt_tokens
         running: list[Continuation] = []
         finished: list[BeamOutput] = []
-        for place, best in enumerate(self._candidates(rows, yields)):
+        for rank, best in enumerate(self._candidates(rows, yields)):
             end = self._get_finish(best, num_output_tokens)
             if end is None and len(running) < self.num_seqs:
                 running.append(best)
-            elif end is not None and place < self.num_seqs:
+            elif end is not None and rank < self.num_seqs:
                 finished.append(self._output(best, end, yields))
         self._found = sorted(self._found + finished, key=lambda output: -output.score)[
             : self.num_seqs
@@ -242,7 +242,7 @@ class BeamSearch:
         if self._params.logprobs is None:
             return []
         before = best.row.logprobs if isinstance(best.row, Beam) else []
-        return [*before, _chosen(yields[best.row.request_id], best.place, self._params.logprobs)]
+        return [*before, _chosen(yields[best.row.request_id], best.rank, self._params.logprobs)]
 
     # -- beams -------------------------------------------------------------------------------------
 

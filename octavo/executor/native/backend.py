@@ -142,22 +142,24 @@ class NativeBackend(Backend):
             self.footprint(program, format_of)
             self._streamed(program).check()
 
-    def prepare(self, program: Program, load: LoadWeight) -> NativeProgram:
-        return self._prepare(program, load, self._weights(program, load))
+    def prepare_program(self, program: Program, load: LoadWeight) -> NativeProgram:
+        return self._prepare_program(program, load, self._weights(program, load))
 
-    def prepare_observed(
+    def prepare_observed_program(
         self, program: Program, load: LoadWeight
     ) -> tuple[NativeProgram, ObservedInputs]:
         observed = ObservedInputs(self.options.max_tokens)
-        return self._prepare(program, load, self._weights(program, load), observed), observed
+        return self._prepare_program(
+            program, load, self._weights(program, load), observed
+        ), observed
 
-    def prepare_with_part(
+    def prepare_program_with_part(
         self, program: Program, part: Program, load: LoadWeight, *, part_tokens: int
     ) -> tuple[NativeProgram, NativeProgram]:
         assert self.options.offload is None, "a part would read a file in an order of its own"
         weights = self._weights(program, load)
-        whole = self._prepare(program, load, weights)
-        return whole, self._prepare(part, load, weights, max_tokens=part_tokens)
+        whole = self._prepare_program(program, load, weights)
+        return whole, self._prepare_program(part, load, weights, max_tokens=part_tokens)
 
     def _weights(self, program: Program, load: LoadWeight) -> NativeWeights:
         """Returns the weights of a Program, not loaded yet."""
@@ -165,7 +167,7 @@ class NativeBackend(Backend):
         by_columns = () if self.options.offload is not None else skipping
         return NativeWeights(self._device, load, self.options.dtype, by_columns=by_columns)
 
-    def _prepare(
+    def _prepare_program(
         self,
         program: Program,
         load: LoadWeight,
@@ -316,7 +318,7 @@ class NativeBackend(Backend):
         """Does nothing: threads end with the last prepared program."""
 
     def _optimize(self, program: Program) -> Program:
-        """Returns the optimized Program; caches the last one, because `prepare` follows
+        """Returns the optimized Program; caches the last one, because `prepare_program` follows
         `footprint`.
         """
         if self._optimized is None or self._optimized[0] is not program:

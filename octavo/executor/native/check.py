@@ -78,7 +78,7 @@ def check(
         row_types = sorted({row_type_of(formats[weight].code) for weight in pair})
         if len(row_types) > 1:
             names = " and ".join(f"{w.name} ({format_of(w)})" for w in pair)
-            raise _refusal(
+            raise _make_error(
                 program,
                 f"a gate and its up projection with inputs of different types:"
                 f" {' and '.join(row_types)}:"
@@ -89,8 +89,8 @@ def check(
 
 def _check_ranks(program: Program, grid: RankGrid) -> None:
     for op in program.ops:
-        if refused := misplaced(op, grid):
-            raise _refusal(program, refused)
+        if reason := misplaced(op, grid):
+            raise _make_error(program, reason)
 
 
 def check_ops(program: Program, grid: RankGrid = ALONE) -> None:
@@ -98,22 +98,22 @@ def check_ops(program: Program, grid: RankGrid = ALONE) -> None:
     _check_ranks(program, grid)
     for op in program.ops:
         if not isinstance(op, (*ROW_LOCAL, *BEHIND_BARRIERS, *IN_BLOCKS)):
-            raise _refusal(program, f"the op {op.kind}")
+            raise _make_error(program, f"the op {op.kind}")
     for op in program.ops:
         _check_attributes(program, op)
     if not set(program.inputs) <= {"token_ids"}:
-        raise _refusal(program, f"the inputs {sorted(program.inputs)}")
+        raise _make_error(program, f"the inputs {sorted(program.inputs)}")
     if len(program.outputs) != 1 or not program.outputs.keys() <= OUTPUTS.keys():
-        raise _refusal(program, f"the outputs {sorted(program.outputs)}")
+        raise _make_error(program, f"the outputs {sorted(program.outputs)}")
     for name, value in program.outputs.items():
         if value.axis not in OUTPUTS[name]:
-            raise _refusal(program, f"{name} over {value.axis}")
+            raise _make_error(program, f"{name} over {value.axis}")
 
 
 def _check_attributes(program: Program, op: Op) -> None:
     axes = {value.axis for value in (*op.inputs, *op.outputs)}
     if unknown := sorted(axes - _get_axes(op)):
-        raise _refusal(program, f"the op {op.kind} over {unknown[0]}")
+        raise _make_error(program, f"the op {op.kind} over {unknown[0]}")
     if isinstance(op, ops.Attention):
         _check_attention(program, op)
     if isinstance(op, ops.KvWrite):
@@ -121,11 +121,13 @@ def _check_attributes(program: Program, op: Op) -> None:
     if isinstance(op, ops.Linear | expert_ops.GroupedLinear) and op.gate is not None:
         check_activation(program, op.gate.activation)
     if isinstance(op, ops.Linear | ops.ActMul) and op.scores is not None:
-        raise _refusal(program, "predicted neurons of a layer that is not gate, up and down alone")
+        raise _make_error(
+            program, "predicted neurons of a layer that is not gate, up and down alone"
+        )
     if isinstance(op, SelectiveScan) and op.num_heads == op.x.width and op.num_runs > 1:
-        raise _refusal(program, "a scan of heads of one column with several runs of b and c")
+        raise _make_error(program, "a scan of heads of one column with several runs of b and c")
     if isinstance(op, SelectiveScan) and op.beta is not None and op.num_heads == op.x.width:
-        raise _refusal(program, "the delta rule for heads of one column")
+        raise _make_error(program, "the delta rule for heads of one column")
     acting = ops.Linear | expert_ops.GroupedLinear | ops.Act | ops.ActMul | ShortConv
     if isinstance(op, acting) and op.activation is not None:
         check_activation(program, op.activation)
@@ -140,11 +142,11 @@ def _get_axes(op: Op) -> set[str]:
 def _check_attention(program: Program, op: ops.Attention) -> None:
     group = program.group(op.group)
     if op.mask not in MASKS:
-        raise _refusal(program, f"attention with the mask {op.mask}")
+        raise _make_error(program, f"attention with the mask {op.mask}")
     if op.num_heads // group.num_kv_heads > MAX_LANES and not op.latent_width:
-        raise _refusal(program, f"more than {MAX_LANES} query heads for one kv head")
+        raise _make_error(program, f"more than {MAX_LANES} query heads for one kv head")
     if group.k_width > MAX_KEY_WIDTH:
-        raise _refusal(program, f"keys wider than {MAX_KEY_WIDTH}")
+        raise _make_error(program, f"keys wider than {MAX_KEY_WIDTH}")
 
 
 def _check_write(program: Program, op: ops.KvWrite) -> None:
@@ -152,19 +154,19 @@ def _check_write(program: Program, op: ops.KvWrite) -> None:
     if group.kind == "conv":
         return
     if len(op.k_parts) > 1 and group.num_kv_heads > 1:
-        raise _refusal(program, "a KV write of several parts for several heads")
+        raise _make_error(program, "a KV write of several parts for several heads")
     if (op.v is None) != (group.v_width == 0):
-        raise _refusal(program, "a KV write without values")
+        raise _make_error(program, "a KV write without values")
     if group.k_width > MAX_KEY_WIDTH:
-        raise _refusal(program, f"keys wider than {MAX_KEY_WIDTH}")
+        raise _make_error(program, f"keys wider than {MAX_KEY_WIDTH}")
 
 
 def check_activation(program: Program, activation: str) -> None:
     if activation not in ACTIVATIONS:
-        raise _refusal(program, f"the activation {activation}")
+        raise _make_error(program, f"the activation {activation}")
 
 
-def _refusal(program: Program, what: str) -> BackendUnavailable:
+def _make_error(program: Program, what: str) -> BackendUnavailable:
     return BackendUnavailable(
         f"the native backend cannot run {what} (in {program.name})", hint="try --backend reference"
     )

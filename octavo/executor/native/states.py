@@ -38,14 +38,14 @@ class StateBlocks:
 
     @property
     def num_parts(self) -> int:
-        return -(-self.num_blocks // self._blocks_a_part)
+        return -(-self.num_blocks // self._blocks_per_part)
 
     @property
     def part_floats(self) -> int:
-        return self._blocks_a_part * LANES * self.state_size
+        return self._blocks_per_part * LANES * self.state_size
 
     @property
-    def _blocks_a_part(self) -> int:
+    def _blocks_per_part(self) -> int:
         return max(1, PART_BYTES // (4 * LANES * self.state_size))
 
     def by_lanes(self, values: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -161,7 +161,7 @@ class NativeWeights:
             rows = op.weight.shape[0] // op.num_heads
             parts = [stored.rows(slice(h * rows, (h + 1) * rows)) for h in range(op.num_heads)]
             if op.transposed:
-                parts = [_transposed(part) for part in parts]
+                parts = [_transpose(part) for part in parts]
             self._experts[op.weight] = [
                 _in_order(op.weight, self._make_tiles(part)) for part in parts
             ]
@@ -247,7 +247,7 @@ def _in_order(weight: Weight, tiles: NativeTiles) -> NativeTiles:
     )
 
 
-def _transposed(matrix: StoredWeight) -> PackedWeight:
+def _transpose(matrix: StoredWeight) -> PackedWeight:
     if matrix.is_float:
         values: NDArray = matrix.packed().codes
     else:
@@ -356,7 +356,7 @@ def _code_fields(weight: PackedWeight) -> dict[str, Any]:
 
 
 def _refuse_without_tiles(weight: PackedWeight) -> None:
-    """Rejects codes without tiles, because `prepare` may be called without `check`."""
+    """Rejects codes without tiles, because `prepare_program` may be called without `check`."""
     if weight.has_whole_lookup or (weight.lookup is None and weight.code in ("int", "uint")):
         return
     raise UnsupportedModel(

@@ -145,22 +145,22 @@ class ReferenceBackend(Backend):
         """Rejects unsupported ops and groups; weights of any format are converted to float64."""
         _check_program(program)
 
-    def prepare(self, program: Program, load: LoadWeight) -> ReferenceRunnable:
+    def prepare_program(self, program: Program, load: LoadWeight) -> ReferenceRunnable:
         _check_program(program)
         weights = {weight: _load(weight, load) for weight in program.weights}
         return ReferenceRunnable(program, weights, self._kv_layouts(program), self._exchange)
 
-    def prepare_with_part(
+    def prepare_program_with_part(
         self, program: Program, part: Program, load: LoadWeight, *, part_tokens: int
     ) -> tuple[ReferenceRunnable, ReferenceRunnable]:
-        whole = self.prepare(program, load)
+        whole = self.prepare_program(program, load)
         layouts = self._kv_layouts(part)
         return whole, ReferenceRunnable(part, whole.weights, layouts, self._exchange)
 
-    def prepare_observed(
+    def prepare_observed_program(
         self, program: Program, load: LoadWeight
     ) -> tuple[ReferenceRunnable, ObservedInputs]:
-        runnable = self.prepare(program, load)
+        runnable = self.prepare_program(program, load)
         runnable.observed = ObservedInputs(self.options.max_tokens)
         for op in program.ops:
             if isinstance(op, Linear) and op.x.axis == "tokens":

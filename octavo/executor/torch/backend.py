@@ -109,7 +109,7 @@ class TorchBackend(Backend):
         dtype = self._footprint(optimized, format_of).dtype
         first_that_computes(self._attention, optimized, self._kv_dtype(dtype))
 
-    def prepare(self, program: Program, load: LoadWeight) -> TorchProgram:
+    def prepare_program(self, program: Program, load: LoadWeight) -> TorchProgram:
         optimized, once = optimize(program), _FirstWeightKept(load)
         self._check(optimized)
         dtype = DTYPES.get(self.options.dtype) or self._get_compute_dtype(optimized, once.load)
@@ -295,21 +295,23 @@ class _FirstWeightKept:
 def check_program(program: Program, *, grid: RankGrid, batch_invariant: bool) -> None:
     """Raises BackendUnavailable naming the unsupported op or cache group."""
     for op in program.ops:
-        if refused := _refusal(op, grid) or _invariance_refusal(op, program, batch_invariant):
-            raise _unavailable(program, refused)
+        if reason := _unsupported_reason(op, grid) or _variance_reason(
+            op, program, batch_invariant
+        ):
+            raise _unavailable(program, reason)
 
 
-def _refusal(op: Op, grid: RankGrid) -> str | None:
+def _unsupported_reason(op: Op, grid: RankGrid) -> str | None:
     if type(op) not in FORMULAS:
         return f"the op {op.kind}"
-    if refused := misplaced(op, grid):
-        return refused
+    if reason := misplaced(op, grid):
+        return reason
     if isinstance(op, ops.Attention) and op.mask not in MASKS:
         return f"attention with the mask {op.mask}"
     return None
 
 
-def _invariance_refusal(op: Op, program: Program, batch_invariant: bool) -> str | None:
+def _variance_reason(op: Op, program: Program, batch_invariant: bool) -> str | None:
     """Rejects attention to later tokens with batch_invariant, which may compute each row in a
     separate step.
     """

@@ -1,7 +1,7 @@
 """Estimates a Program's memory on the torch backend from its weight formats, without reading
 weights.
 
-Weights are stored as in `PackedWeight`; tests compare the estimate with `prepare`.
+Weights are stored as in `PackedWeight`; tests compare the estimate with `prepare_program`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.api.errors import BackendUnavailable
 from octavo.executor.torch.plain import Norm, PlainKernels
-from octavo.executor.torch.triton.device import refusal
+from octavo.executor.torch.triton.device import unsupported_reason
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 from octavo.executor.torch.weights.program_weights import Product
 from octavo.program import ops
@@ -86,11 +86,11 @@ def choose_kernels(name: str, device: torch.device, *, fixed_tiles: bool = False
     Raises BackendUnavailable if they cannot run. With `fixed_tiles` Triton's kernels are
     batch-invariant; plain PyTorch never is.
     """
-    refused = refusal(device)
-    if name == "plain" or (name == "auto" and (device.type != "cuda" or refused is not None)):
+    reason = unsupported_reason(device)
+    if name == "plain" or (name == "auto" and (device.type != "cuda" or reason is not None)):
         return PlainKernels()
-    if refused is not None:
-        why, hint = refused
+    if reason is not None:
+        why, hint = reason
         raise BackendUnavailable(f"torch_kernels: got {name!r}, but {why}", hint=hint)
     from octavo.executor.torch.triton.kernels import TritonKernels
 

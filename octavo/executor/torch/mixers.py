@@ -203,7 +203,7 @@ class StateSlots:
         """Returns the states before the step, `[R, H, P, N]`: zeros at a request's start, NaN if
         the block holds a different state.
         """
-        is_stored = self._found
+        is_stored = self._is_current
         state = self.states[self.blocks, (~is_stored[:, 0]).long()]
         known = is_stored.any(dim=1)[:, None, None, None]
         state = torch.where(known, state, torch.nan)
@@ -212,7 +212,7 @@ class StateSlots:
     def write(self, states: Tensor) -> None:
         """Stores the states after the step beside those that were read."""
         fresh = self.begins == 0
-        target = (self._found[:, 0] & ~fresh).long()
+        target = (self._is_current[:, 0] & ~fresh).long()
         token_counts = self.kept[self.blocks]
         token_counts[:, 1] = torch.where(
             fresh, -1.0, token_counts[:, 1]
@@ -222,7 +222,7 @@ class StateSlots:
         self.states[self.blocks, target] = states
 
     @property
-    def _found(self) -> Tensor:
+    def _is_current(self) -> Tensor:
         """Whether each of the two states covers the tokens before the step, `[R, 2]`."""
         return self.kept[self.blocks] == self.begins[:, None]
 

@@ -22,7 +22,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
 
 
-def _refusal(status: str, kind: str, message: str, *headers: str) -> bytes:
+def _make_error_response(status: str, kind: str, message: str, *headers: str) -> bytes:
     """Builds the complete response that ends a connection below ASGI, in OpenAI's format."""
     code = int(status.partition(" ")[0])
     error = {"message": message, "type": kind, "param": None, "code": code}
@@ -38,14 +38,14 @@ def _refusal(status: str, kind: str, message: str, *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
-FULL = _refusal(
+FULL = _make_error_response(
     "503 Service Unavailable",
     "ServiceUnavailableError",
     "too many open connections (hint: try again in a second)",
     "Retry-After: 1",
 )
-MALFORMED = _refusal("400 Bad Request", "BadRequestError", "invalid HTTP/1.1 request")
-HEAD_TOO_LONG = _refusal(
+MALFORMED = _make_error_response("400 Bad Request", "BadRequestError", "invalid HTTP/1.1 request")
+HEAD_TOO_LONG = _make_error_response(
     "431 Request Header Fields Too Large",
     "RequestTooLargeError",
     f"the request line and headers are too long: expected at most {MAX_HEAD_BYTES} bytes and"

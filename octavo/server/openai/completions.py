@@ -144,15 +144,15 @@ class CompletionFormatter(OpenAIFormatter):
         if index not in self._offsets:
             prompt = () if self._echo else output.prompt_token_ids
             self._offsets[index] = TextOffsets(self.tokenizer, self._hidden_ids, prompt)
-        place = self._offsets[index]
+        text_offsets = self._offsets[index]
         token_ids = delta.token_ids
         offsets: list[int] = []
         steps: list[dict[int, Logprob] | None] = [*delta.logprobs]
         if self._echo and delta.is_first:
-            offsets = place.add_echo(echoed, output.prompt_token_ids)
+            offsets = text_offsets.add_echo(echoed, output.prompt_token_ids)
             token_ids = output.prompt_token_ids + token_ids
             steps = [*(output.prompt_logprobs or []), *steps]
-        offsets = [*offsets, *place.add(delta.token_ids)]
+        offsets = [*offsets, *text_offsets.add(delta.token_ids)]
         return completion_logprobs(token_ids, steps, self._num_logprobs, self.names, offsets)
 
     def _prompt_text(self, output: RequestOutput) -> str:

@@ -153,7 +153,7 @@ async def fork(
     prefix = CompletionFormatter.prefix if is_completion else ChatFormatter.prefix
     parser = _parser(service.parsers.find(group.name), model, group, body)
     name = f"{prefix}-{body.request_id}"
-    forked = _prepare(request, group, body, member_name(name, 0), parser)
+    forked = _prepare_fork(request, group, body, member_name(name, 0), parser)
     formatter = _formatter(model, forked, body, is_completion=is_completion)
     service.parsers.keep_fork(group.name, name, parser)
     streams = OutputStreams.of_request(model, forked, deltas=bool(body.stream))
@@ -217,7 +217,7 @@ def _parser(
     return parser.after(model.tokenizer, [*kept_token_ids, *then])
 
 
-def _prepare(
+def _prepare_fork(
     request: Request, group: RequestGroup, body: ForkBody, name: str, parser: OutputParser
 ) -> ParentRequest:
     """Checks a fork against its parent request."""

@@ -39,15 +39,15 @@ def predict(
     does not fit the Program or a gate has none.
     """
     shapes = _by_gate(program, predictors)
-    places = _find_insertion_points(program, shapes)
+    insertion_points = _find_insertion_points(program, shapes)
     before: dict[int, list[Op]] = {}
     scored: dict[ActMul, Value] = {}
     for index, (gate, shape) in enumerate(shapes.items()):
-        added = _products(shape, _read_at(program, places[index]), gate.out)
-        before.setdefault(places[index], []).extend(added)
+        added = _products(shape, _read_at(program, insertion_points[index]), gate.out)
+        before.setdefault(insertion_points[index], []).extend(added)
         scored[gate] = added[-1].outs[0]
         if lookahead and index >= lookahead:
-            insertion_point = places[index - lookahead]
+            insertion_point = insertion_points[index - lookahead]
             guess = _products(
                 shape, _read_at(program, insertion_point), gate.out, suffix=".guessed"
             )

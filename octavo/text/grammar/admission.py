@@ -30,7 +30,7 @@ from octavo.text.grammar.schema import (
     SchemaError,
     check_chains,
     check_cycles,
-    prepared,
+    prepare_schema,
     read,
     schemas_in,
 )
@@ -107,7 +107,7 @@ def _json(form: StructuredOutputs, given: Any, name: str, *, spaced: bool = Fals
     `spaced` formats like `json.dumps`: one line, with a space after commas and colons. Small models
     fail with free whitespace.
     """
-    schema = prepared(read(given))
+    schema = prepare_schema(read(given))
     if form.disable_additional_properties is not False:
         close_objects(schema)
     check_cycles(schema)

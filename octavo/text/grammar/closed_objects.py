@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from octavo.text.grammar.schema import SubSchema, children, places, resolved
+from octavo.text.grammar.schema import SubSchema, children, resolve_reference, walk_subschemas
 
 UNIONS = ("anyOf", "oneOf")
 CONDITIONS = ("not", "if", "contains", "propertyNames")
@@ -36,7 +36,11 @@ def close_objects(root: dict[str, Any]) -> None:
     Schemas that apply to one value together (`allOf`, `$ref` beside `properties`) are closed
     jointly, because each lists only some of the properties.
     """
-    schemas = [place.schema for place in places(root) if isinstance(place.schema, dict)]
+    schemas = [
+        subschema.schema
+        for subschema in walk_subschemas(root)
+        if isinstance(subschema.schema, dict)
+    ]
     parts = {id(part) for schema in schemas for part in _iter_open_subschemas(root, schema)}
     for schema in schemas:
         if id(schema) not in parts and not _is_transparent(schema):
@@ -66,7 +70,7 @@ def _within(root: dict[str, Any], schema: Any) -> list[dict[str, Any]]:
 
 def _applied(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
     """Yields the direct subschemas that apply to the same value."""
-    target = resolved(root, schema.get("$ref"))
+    target = resolve_reference(root, schema.get("$ref"))
     if target is not None:
         yield target.schema
     own = {key: value for key, value in schema.items() if key in APPLICATORS}

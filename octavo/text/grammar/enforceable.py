@@ -22,10 +22,10 @@ from octavo.text.grammar.schema import (
     SchemaError,
     SubSchema,
     check_cycles,
-    places,
     pointer_keys,
-    prepared,
+    prepare_schema,
     read,
+    walk_subschemas,
 )
 from octavo.text.grammar.schema_faults import blame
 from octavo.text.grammar.string_patterns import FORMATS, whole_pattern
@@ -84,11 +84,11 @@ def _drop_lookaround(root: dict[str, Any]) -> list[str]:
     pointers.
     """
     dropped = []
-    for place in list(places(root)):
-        pattern = place.schema.get("pattern") if isinstance(place.schema, dict) else None
+    for subschema in list(walk_subschemas(root)):
+        pattern = subschema.schema.get("pattern") if isinstance(subschema.schema, dict) else None
         if isinstance(pattern, str) and _is_regex(pattern) and _pattern_fault(pattern):
-            del place.schema["pattern"]
-            dropped.append(f"{place.pointer}/pattern")
+            del subschema.schema["pattern"]
+            dropped.append(f"{subschema.pointer}/pattern")
     return dropped
 
 
@@ -122,9 +122,9 @@ def _compiled(root: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema prepared for the compiler; raises SchemaError with the location of an
     error.
     """
-    prepared_schema = prepared(root)
-    check_cycles(prepared_schema)
-    close_objects(prepared_schema)
+    prepared = prepare_schema(root)
+    check_cycles(prepared)
+    close_objects(prepared)
 
     def check(part: dict[str, Any]) -> str:
         part = json.loads(json.dumps(part))
@@ -132,21 +132,21 @@ def _compiled(root: dict[str, Any]) -> dict[str, Any]:
         options = {"coerce_one_of": False, "lenient": False, **escape_options(part)}
         return _fault_in({"json_schema": part | {OPTIONS: options}})
 
-    if check(prepared_schema):
-        raise blame(prepared_schema, check)
-    _check_patterns(prepared_schema)
-    object_shapes(prepared_schema)
-    return prepared_schema
+    if check(prepared):
+        raise blame(prepared, check)
+    _check_patterns(prepared)
+    object_shapes(prepared)
+    return prepared
 
 
 def _check_patterns(root: dict[str, Any]) -> None:
     """Rejects patterns that cannot be compiled to terminals, as unquoted strings require."""
-    for place in places(root):
-        if not isinstance(place.schema, Mapping):
+    for subschema in walk_subschemas(root):
+        if not isinstance(subschema.schema, Mapping):
             continue
-        patterns = [(f"{place.pointer}/pattern", place.schema.get("pattern"))]
-        names = place.schema.get("patternProperties", {})
-        patterns += [(f"{place.pointer}/patternProperties", name) for name in names]
+        patterns = [(f"{subschema.pointer}/pattern", subschema.schema.get("pattern"))]
+        names = subschema.schema.get("patternProperties", {})
+        patterns += [(f"{subschema.pointer}/patternProperties", name) for name in names]
         for pointer, pattern in patterns:
             if isinstance(pattern, str) and (fault := _pattern_fault(pattern)):
                 raise SchemaError(pointer, fault)
@@ -170,22 +170,24 @@ def _fault_in(grammar: dict[str, Any]) -> str:
 def _drop_known(root: dict[str, Any]) -> list[str]:
     """Drops keywords that are never enforced; returns their pointers."""
     dropped = []
-    for place in list(places(root)):
-        if not isinstance(place.schema, dict):
+    for subschema in list(walk_subschemas(root)):
+        if not isinstance(subschema.schema, dict):
             continue
-        for key in [key for key in place.schema if _is_never_enforced(place, key)]:
-            del place.schema[key]
-            dropped.append(f"{place.pointer}/{key}")
+        for key in [key for key in subschema.schema if _is_never_enforced(subschema, key)]:
+            del subschema.schema[key]
+            dropped.append(f"{subschema.pointer}/{key}")
     return dropped
 
 
-def _is_never_enforced(place: SubSchema, key: str) -> bool:
+def _is_never_enforced(subschema: SubSchema, key: str) -> bool:
     if key != "format":
         return key in NOT_ENFORCED
-    types = place.schema.get("type", "string")
+    types = subschema.schema.get("type", "string")
     if types != "string" and not (isinstance(types, list) and "string" in types):
         return False  # does not restrict other types
-    return not isinstance(place.schema["format"], str) or place.schema["format"] not in FORMATS
+    return (
+        not isinstance(subschema.schema["format"], str) or subschema.schema["format"] not in FORMATS
+    )
 
 
 def _restrict_to_objects(root: dict[str, Any], *, is_strict: bool) -> list[str]:
@@ -213,7 +215,7 @@ def _drop(root: dict[str, Any], pointer: str) -> bool:
         value = parent[index]
     except (KeyError, IndexError, ValueError, TypeError):
         return False
-    if any(place.pointer == pointer for place in places(root)):
+    if any(subschema.pointer == pointer for subschema in walk_subschemas(root)):
         if value in ({}, True):
             return False
         parent[index] = {}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from octavo.text.grammar.schema import Schema, SchemaError, SubSchema, children, resolved
+from octavo.text.grammar.schema import Schema, SchemaError, SubSchema, children, resolve_reference
 from octavo.text.grammar.schema_faults import UNMET
 from octavo.text.grammar.strings import rewrite_patterns
 
@@ -170,8 +170,8 @@ def _alternatives(
         return []
     inside = following | {id(schema)}
     unions: list[list[Schema]] = []
-    if "$ref" in schema and (place := resolved(root, schema["$ref"])) is not None:
-        unions.append([place.schema])
+    if "$ref" in schema and (subschema := resolve_reference(root, schema["$ref"])) is not None:
+        unions.append([subschema.schema])
     unions += [[part] for part in schema.get("allOf", ())]
     unions += [schema[key] for key in ("anyOf", "oneOf") if key in schema]
     alternatives = own(schema)
@@ -392,8 +392,8 @@ def standalone(root: Schema, schema: Schema) -> dict[str, Any]:
     definition = _with_names(root, schema, names)
     while len(definitions) < len(names):
         reference = list(names)[len(definitions)]
-        place = resolved(root, reference)
-        target = True if place is None else place.schema
+        subschema = resolve_reference(root, reference)
+        target = True if subschema is None else subschema.schema
         definitions[names[reference]] = _with_names(root, target, names)
     whole = dict(definition) if isinstance(definition, Mapping) else {"allOf": [definition]}
     return {**whole, "$defs": definitions} if definitions else whole
@@ -407,10 +407,10 @@ def _with_names(root: Schema, schema: Schema, names: dict[str, str]) -> Schema:
     copied = json.loads(json.dumps(copied))
     waiting = [SubSchema("#", copied)]
     while waiting:
-        place = waiting.pop()
-        if isinstance(place.schema, dict) and isinstance(place.schema.get("$ref"), str):
-            reference = place.schema["$ref"]
+        subschema = waiting.pop()
+        if isinstance(subschema.schema, dict) and isinstance(subschema.schema.get("$ref"), str):
+            reference = subschema.schema["$ref"]
             names.setdefault(reference, f"d{len(names)}")
-            place.schema["$ref"] = f"#/$defs/{names[reference]}"
-        waiting += children(place)
+            subschema.schema["$ref"] = f"#/$defs/{names[reference]}"
+        waiting += children(subschema)
     return copied

@@ -163,13 +163,13 @@ def _cut(pointer: str) -> str:
 # -- walks over schemas ----------------------------------------------------------------------------
 
 
-def children(place: SubSchema) -> Iterator[SubSchema]:
+def children(subschema: SubSchema) -> Iterator[SubSchema]:
     """Yields the direct subschemas."""
-    schema = place.schema
+    schema = subschema.schema
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():
-        pointer = f"{place.pointer}/{escape_pointer(key)}"
+        pointer = f"{subschema.pointer}/{escape_pointer(key)}"
         if key in MAPS and isinstance(value, Mapping):
             for name, part in value.items():
                 yield SubSchema(f"{pointer}/{escape_pointer(name)}", part)
@@ -180,7 +180,7 @@ def children(place: SubSchema) -> Iterator[SubSchema]:
             yield SubSchema(pointer, value)
 
 
-def places(root: Schema) -> Iterator[SubSchema]:
+def walk_subschemas(root: Schema) -> Iterator[SubSchema]:
     """Yields a schema and all subschemas in document order, then subschemas that are only reachable
     by reference, such as `#/components/schemas/Pet`.
     """
@@ -188,16 +188,16 @@ def places(root: Schema) -> Iterator[SubSchema]:
     references: list[Any] = []
     seen: set[int] = set()
     while stack:
-        place = stack.pop()
-        if isinstance(place.schema, Mapping):
-            if id(place.schema) in seen:
+        subschema = stack.pop()
+        if isinstance(subschema.schema, Mapping):
+            if id(subschema.schema) in seen:
                 continue
-            seen.add(id(place.schema))
-            references.append(place.schema.get("$ref"))
-        yield place
-        stack += reversed(list(children(place)))
+            seen.add(id(subschema.schema))
+            references.append(subschema.schema.get("$ref"))
+        yield subschema
+        stack += reversed(list(children(subschema)))
         while references and not stack:
-            target = resolved(root, references.pop())
+            target = resolve_reference(root, references.pop())
             stack += [] if target is None else [target]
 
 
@@ -207,7 +207,7 @@ def pointer_keys(pointer: str) -> list[str]:
     return [part.replace("~1", "/").replace("~0", "~") for part in parts]
 
 
-def resolved(root: Schema, reference: object) -> SubSchema | None:
+def resolve_reference(root: Schema, reference: object) -> SubSchema | None:
     """Returns the target of a local `$ref`; None for other references."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
@@ -227,22 +227,22 @@ def resolved(root: Schema, reference: object) -> SubSchema | None:
 # -- what is prepared ------------------------------------------------------------------------------
 
 
-def prepared(schema: dict[str, Any]) -> dict[str, Any]:
+def prepare_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of a schema for the compiler; rejects long chains of references."""
     schema = json.loads(json.dumps(schema), parse_float=_number)
     _point_references(schema)
     check_chains(schema)
-    for place in places(schema):
-        if not isinstance(place.schema, dict):
+    for subschema in walk_subschemas(schema):
+        if not isinstance(subschema.schema, dict):
             continue
-        if OPTIONS in place.schema:
-            raise SchemaError(f"{place.pointer}/{OPTIONS}", "not supported in a request")
-        if "$id" in place.schema and "$ref" in place.schema and place.pointer != "#":
+        if OPTIONS in subschema.schema:
+            raise SchemaError(f"{subschema.pointer}/{OPTIONS}", "not supported in a request")
+        if "$id" in subschema.schema and "$ref" in subschema.schema and subschema.pointer != "#":
             raise SchemaError(
-                f"{place.pointer}/$id", "its meaning next to $ref differs between drafts"
+                f"{subschema.pointer}/$id", "its meaning next to $ref differs between drafts"
             )
-        if "oneOf" in place.schema and "anyOf" not in place.schema:
-            _open_one_of(schema, place.schema)
+        if "oneOf" in subschema.schema and "anyOf" not in subschema.schema:
+            _open_one_of(schema, subschema.schema)
     return schema
 
 
@@ -251,22 +251,24 @@ def _point_references(root: dict[str, Any]) -> None:
     own_id = root.get("$id")
     base = own_id if isinstance(own_id, str) else ""
     named: dict[str, str] = {}
-    subschemas = [place for place in places(root) if isinstance(place.schema, dict)]
-    for place in subschemas:
-        own = place.schema.get("$id")
+    subschemas = [
+        subschema for subschema in walk_subschemas(root) if isinstance(subschema.schema, dict)
+    ]
+    for subschema in subschemas:
+        own = subschema.schema.get("$id")
         if isinstance(own, str):
-            named.setdefault(urljoin(base, own).rstrip("#"), place.pointer)
-        if isinstance(anchor := place.schema.get("$anchor"), str):
-            named.setdefault(f"#{anchor}", place.pointer)
-    for place in subschemas if named else ():
-        reference = place.schema.get("$ref")
-        if not isinstance(reference, str) or resolved(root, reference) is not None:
+            named.setdefault(urljoin(base, own).rstrip("#"), subschema.pointer)
+        if isinstance(anchor := subschema.schema.get("$anchor"), str):
+            named.setdefault(f"#{anchor}", subschema.pointer)
+    for subschema in subschemas if named else ():
+        reference = subschema.schema.get("$ref")
+        if not isinstance(reference, str) or resolve_reference(root, reference) is not None:
             continue
         whole, _, inner = urljoin(base, reference).partition("#")
         if reference in named:
-            place.schema["$ref"] = named[reference]
+            subschema.schema["$ref"] = named[reference]
         elif whole in named and (not inner or inner.startswith("/")):
-            place.schema["$ref"] = named[whole] + inner
+            subschema.schema["$ref"] = named[whole] + inner
 
 
 def _number(text: str) -> int | float:
@@ -299,8 +301,8 @@ def _target(root: Schema, schema: Schema) -> Mapping[str, Any]:
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             break
-        place = resolved(root, schema["$ref"])
-        schema = {} if place is None else place.schema
+        subschema = resolve_reference(root, schema["$ref"])
+        schema = {} if subschema is None else subschema.schema
     return schema if isinstance(schema, Mapping) else {}
 
 
@@ -341,20 +343,20 @@ def check_chains(root: Schema) -> None:
     reached: set[int] = set()
     waiting = deque([(0, SubSchema("#", root))])
     while waiting:
-        num_followed, place = waiting.popleft()
-        if id(place.schema) in reached or not isinstance(place.schema, Mapping):
+        num_followed, subschema = waiting.popleft()
+        if id(subschema.schema) in reached or not isinstance(subschema.schema, Mapping):
             continue
-        reached.add(id(place.schema))
+        reached.add(id(subschema.schema))
         if num_followed > MAX_REFERENCES:
             raise SchemaError(
-                _cut(place.pointer),
+                _cut(subschema.pointer),
                 f"requires more than {MAX_REFERENCES} nested references",
             )
-        named = resolved(root, place.schema.get("$ref"))
+        named = resolve_reference(root, subschema.schema.get("$ref"))
         if named is not None:
             waiting.append((num_followed + 1, named))
-        used = {key: part for key, part in place.schema.items() if key not in DEFINITIONS}
-        inner = children(SubSchema(place.pointer, used))
+        used = {key: part for key, part in subschema.schema.items() if key not in DEFINITIONS}
+        inner = children(SubSchema(subschema.pointer, used))
         waiting.extendleft((num_followed, part) for part in inner)
 
 
@@ -371,20 +373,20 @@ def schemas_in(grammar: str) -> Iterator[Schema]:
 
 def check_cycles(root: Schema) -> None:
     """Rejects a schema without finite instances, because it requires itself."""
-    found = [place for place in places(root) if isinstance(place.schema, dict)]
-    endless = {id(place.schema): place for place in found}
+    found = [subschema for subschema in walk_subschemas(root) if isinstance(subschema.schema, dict)]
+    endless = {id(subschema.schema): subschema for subschema in found}
     needed_by: dict[int, list[SubSchema]] = {}
-    for place in found:
-        for part in (*children(place), resolved(root, place.schema.get("$ref"))):
+    for subschema in found:
+        for part in (*children(subschema), resolve_reference(root, subschema.schema.get("$ref"))):
             if part is not None:
-                needed_by.setdefault(id(part.schema), []).append(place)
-    waiting = dict.fromkeys(id(place.schema) for place in reversed(found))
+                needed_by.setdefault(id(part.schema), []).append(subschema)
+    waiting = dict.fromkeys(id(subschema.schema) for subschema in reversed(found))
     while waiting:
-        place = endless[next(iter(waiting))]
-        del waiting[id(place.schema)]
-        if _has_end(root, place.schema, endless):
-            del endless[id(place.schema)]
-            others = needed_by.get(id(place.schema), ())
+        subschema = endless[next(iter(waiting))]
+        del waiting[id(subschema.schema)]
+        if _has_end(root, subschema.schema, endless):
+            del endless[id(subschema.schema)]
+            others = needed_by.get(id(subschema.schema), ())
             waiting |= {id(one.schema): None for one in others if id(one.schema) in endless}
     if endless:
         at = next((one for one in endless.values() if "$ref" in one.schema), None)
@@ -406,8 +408,8 @@ def _has_end(root: Schema, schema: Schema, endless: Container[int]) -> bool:
     if "const" in schema or "enum" in schema:
         return True
     if "$ref" in schema:
-        place = resolved(root, schema["$ref"])
-        if place is not None and not ends(place.schema):
+        subschema = resolve_reference(root, schema["$ref"])
+        if subschema is not None and not ends(subschema.schema):
             return False
     if not all(map(ends, _list(schema, "allOf"))):
         return False

@@ -15,7 +15,7 @@ from octavo.text.grammar.schema import (
     SubSchema,
     children,
     escape_pointer,
-    resolved,
+    resolve_reference,
 )
 
 UNMET = "Unsatisfiable schema"
@@ -30,14 +30,14 @@ def blame(root: dict[str, Any], check: Callable[[dict[str, Any]], str]) -> Schem
     """
     reason = check(root)
     shared: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    place = SubSchema("#", root)
+    subschema = SubSchema("#", root)
     until = time.monotonic() + BLAME_S
     seen = {"#"}
     while time.monotonic() < until:
         inner = next(
             (
                 part
-                for part in _inner(root, place)
+                for part in _inner(root, subschema)
                 if part.pointer not in seen
                 and isinstance(part.schema, Mapping)
                 and time.monotonic() < until
@@ -48,22 +48,22 @@ def blame(root: dict[str, Any], check: Callable[[dict[str, Any]], str]) -> Schem
         if inner is None:
             break
         seen.add(inner.pointer)
-        place = inner
+        subschema = inner
         reason = check({**shared, **inner.schema})
-    return SchemaError(place.pointer + _keyword(place.schema, reason), reason)
+    return SchemaError(subschema.pointer + _keyword(subschema.schema, reason), reason)
 
 
-def _is_same_fault(found: str, reason: str) -> bool:
+def _is_same_fault(reported: str, reason: str) -> bool:
     """Returns whether two errors have the same cause; unsatisfiable schemas have several
     messages.
     """
-    return found == reason or (found.startswith(UNMET) and reason.startswith(UNMET))
+    return reported == reason or (reported.startswith(UNMET) and reason.startswith(UNMET))
 
 
-def _inner(root: Schema, place: SubSchema) -> Iterator[SubSchema]:
-    yield from children(place)
-    if isinstance(place.schema, Mapping):
-        target = resolved(root, place.schema.get("$ref"))
+def _inner(root: Schema, subschema: SubSchema) -> Iterator[SubSchema]:
+    yield from children(subschema)
+    if isinstance(subschema.schema, Mapping):
+        target = resolve_reference(root, subschema.schema.get("$ref"))
         if target is not None:
             yield target
 

@@ -44,8 +44,8 @@ def whole_pattern(pattern: str) -> str:
     return whole.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
 
 
-def _ascii(found: re.Match[str]) -> str:
-    return ASCII_CLASSES.get(found[1], found[0])
+def _ascii(match: re.Match[str]) -> str:
+    return ASCII_CLASSES.get(match[1], match[0])
 
 
 def _whole(branch: str) -> str:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.text.grammar.schema import places
+from octavo.text.grammar.schema import walk_subschemas
 
 SHORT_ESCAPES = 'nrbtf\\"'
 """Characters that JSON escapes with a backslash and one character, in the compiler's order."""
@@ -73,8 +73,8 @@ def _control(token: str) -> str:
 
 def rewrite_patterns(schema: dict[str, Any]) -> None:
     """Converts a schema's patterns to the compiler's syntax, in place."""
-    for place in places(schema):
-        part = place.schema
+    for subschema in walk_subschemas(schema):
+        part = subschema.schema
         if not isinstance(part, dict):
             continue
         if isinstance(part.get("pattern"), str):
@@ -90,7 +90,11 @@ def escape_options(schema: dict[str, Any]) -> dict[str, Any]:
     The compiler does not apply patterns to `\\u` escapes, so schemas that compare strings with
     patterns or names exclude them.
     """
-    found = [place.schema for place in places(schema) if isinstance(place.schema, dict)]
+    found = [
+        subschema.schema
+        for subschema in walk_subschemas(schema)
+        if isinstance(subschema.schema, dict)
+    ]
     if not any(_compares_spellings(one) for one in found):
         return {"json_allow_general_unicode_escapes": True}
     spelled = [[one.get(key) for key in ("const", "enum", "properties")] for one in found]

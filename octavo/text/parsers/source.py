@@ -156,9 +156,9 @@ class TextSource:
                 return ""
             yield
 
-    def _mark_at(self, place: int, marks: Sequence[str]) -> tuple[str, bool]:
+    def _mark_at(self, offset: int, marks: Sequence[str]) -> tuple[str, bool]:
         """Returns the longest marker at a position, and whether more text could make it longer."""
-        rest = self._text[place : place + max(map(len, marks), default=0)]
+        rest = self._text[offset : offset + max(map(len, marks), default=0)]
         longest = max((mark for mark in marks if rest.startswith(mark)), key=len, default="")
         could_grow = any(len(mark) > len(rest) and mark.startswith(rest) for mark in marks)
         return longest, could_grow

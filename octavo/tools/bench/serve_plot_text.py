@@ -35,8 +35,8 @@ def _latency_row(latency: Latency, columns: int, ramp: str) -> str:
     high = max(latency.times_ms[-1], low)
     counts = [0.0] * columns
     for time_ms in latency.times_ms:
-        place = math.log(max(time_ms, low) / low) / math.log(high / low) if high > low else 0.0
-        counts[min(columns - 1, int(place * columns))] += 1
+        fraction = math.log(max(time_ms, low) / low) / math.log(high / low) if high > low else 0.0
+        counts[min(columns - 1, int(fraction * columns))] += 1
     return _row(latency.title, f"{low:.4g} ms", counts, f"{high:.4g} ms", ramp)
 
 

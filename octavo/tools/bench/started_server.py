@@ -51,13 +51,13 @@ def _url(process: subprocess.Popen[str]) -> str:
     for line in process.stderr:
         match = re.match(r"serving .* on (http\S+)$", line)
         if match:
-            threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True).start()
+            threading.Thread(target=_forward_lines, args=(process.stderr,), daemon=True).start()
             return match[1]
         sys.stderr.write(line)
     raise ConfigError(f"the server did not start (exit code {process.wait()})")
 
 
-def _pass_on(lines: Iterator[str]) -> None:
+def _forward_lines(lines: Iterator[str]) -> None:
     for line in lines:
         if not line.startswith("try: "):
             sys.stderr.write(line)

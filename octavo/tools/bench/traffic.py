@@ -120,12 +120,12 @@ def spread_arrivals(requests: Sequence[TrafficRequest]) -> list[TrafficRequest]:
     gaps = [later - moment for moment, later in pairwise(moments)]
     lasting = dict(zip(moments, [*gaps, *gaps[-1:]], strict=False))
     sizes = Counter(request.at_s for request in requests)
-    places: Counter[float] = Counter()
+    num_seen: Counter[float] = Counter()
     apart = []
     for request in requests:
         moment = request.at_s
-        share = places[moment] / sizes[moment]
-        places[moment] += 1
+        share = num_seen[moment] / sizes[moment]
+        num_seen[moment] += 1
         apart.append(replace(request, at_s=moment + share * lasting.get(moment, 0.0)))
     return apart
 

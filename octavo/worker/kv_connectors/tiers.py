@@ -58,7 +58,7 @@ NICENESS = 10
 class BlockRater(Protocol):
     """Rates stored blocks for requests that select some of them."""
 
-    def prepare(self, query: BlockQuery) -> Any:
+    def prepare_query(self, query: BlockQuery) -> Any:
         """Computes the part of a rating that depends only on the query; None on failure. May use
         all compute threads.
         """
@@ -155,7 +155,7 @@ class TierWorker:
         that depends only on the query is computed here, in parallel.
         """
         assert self._rater is not None, "nothing asks an engine that cannot answer"
-        prepared = self._rater.prepare(query)
+        prepared = self._rater.prepare_query(query)
         since = time.monotonic()
         with self._changed:
             self._rating[query.request_id] = since

@@ -129,17 +129,17 @@ class AdapterReader:
         """
         self._check_base(update, site[1], adapter)
         self._check_shapes(update, site, adapter)
-        kept = self._kept(update, site, adapter)
-        scales = update.scale * kept.scales
+        matrices = self._get_matrices(update, site, adapter)
+        scales = update.scale * matrices.scales
         if self.is_table(site):
-            return _table(kept, scales, site[1]) if len(kept.a) else None
+            return _table(matrices, scales, site[1]) if len(matrices.a) else None
         weight = site[1]
-        gain = None if update.magnitude is None else self._gain(update, kept, weight, adapter)
+        gain = None if update.magnitude is None else self._gain(update, matrices, weight, adapter)
         bias = self._bias(update, weight, gain, adapter)
-        if len(kept.a) == 0 and bias is None:
+        if len(matrices.a) == 0 and bias is None:
             return None
-        mine = np.ascontiguousarray(kept.a[:, _own_inputs(weight)])
-        return LowRank(mine, kept.b[_own(weight)], scales, gain, bias)
+        mine = np.ascontiguousarray(matrices.a[:, _own_inputs(weight)])
+        return LowRank(mine, matrices.b[_own(weight)], scales, gain, bias)
 
     def _check_shapes(self, update: ModuleUpdate, site: Site, adapter: PeftAdapter) -> None:
         rows, inputs = self._shape(site)
@@ -165,22 +165,22 @@ class AdapterReader:
         shape = _whole_shape(site[1])
         return shape[::-1] if self.is_table(site) else shape
 
-    def _kept(self, update: ModuleUpdate, site: Site, adapter: PeftAdapter) -> LoraMatrices:
+    def _get_matrices(self, update: ModuleUpdate, site: Site, adapter: PeftAdapter) -> LoraMatrices:
         """Returns the matrices in their stored precision; empty matrices if the module has none."""
         rows, inputs = self._shape(site)
         a, b = update.a, update.b
         if a is None or b is None:
             a, b = np.zeros((0, inputs), np.float32), np.zeros((rows, 0), np.float32)
-        kept = LoraMatrices.convert(a, b, self._dtype)
-        if not kept.is_finite:
+        matrices = LoraMatrices.convert(a, b, self._dtype)
+        if not matrices.is_finite:
             raise WeightMismatch(
                 f"{adapter.path}: {site[0]} has values too large for {self._dtype}",
                 hint="set lora_dtype to float32",
             )
-        return kept
+        return matrices
 
     def _gain(
-        self, update: ModuleUpdate, kept: LoraMatrices, weight: Weight, adapter: PeftAdapter
+        self, update: ModuleUpdate, matrices: LoraMatrices, weight: Weight, adapter: PeftAdapter
     ) -> NDArray[np.float32]:
         """Returns the gain of each output (DoRA): its magnitude divided by the norm of its row of W
         + scale * B A. Norms are over complete rows, even if the rank has only a part of them.
@@ -190,7 +190,7 @@ class AdapterReader:
         whole = self._dequantize(weight.whole)
         rows = weight.cut.rows if weight.cut is not None else None
         base = whole if rows is None else whole[slice(*rows)]
-        norms = np.linalg.norm(base + update.scale * kept.product(own), axis=1)
+        norms = np.linalg.norm(base + update.scale * matrices.product(own), axis=1)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             gain: NDArray[np.float32] = (update.magnitude[own] / norms).astype(np.float32)
         if not np.isfinite(gain).all():
@@ -258,10 +258,10 @@ def _own_inputs(weight: Weight) -> slice:
     return slice(None) if span is None else slice(*span)
 
 
-def _table(kept: LoraMatrices, scales: NDArray[np.float64], table: Weight) -> LowRank:
+def _table(matrices: LoraMatrices, scales: NDArray[np.float64], table: Weight) -> LowRank:
     """Returns the update of a table, or of the rank's part of it."""
-    a = np.ascontiguousarray(kept.a.T[_own(table)])
-    return LowRank(a, kept.b[_own_inputs(table)], scales)
+    a = np.ascontiguousarray(matrices.a.T[_own(table)])
+    return LowRank(a, matrices.b[_own_inputs(table)], scales)
 
 
 def _whole_shape(weight: Weight) -> tuple[int, int]:

@@ -45,8 +45,8 @@ class AdapterStore:
                 slots.drop(load.slot)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, "adapters")
-            kept = self._kept.get(load.ref.digest)
-            future = self._pool.submit(self._load, load.ref, kept)
+            cached = self._kept.get(load.ref.digest)
+            future = self._pool.submit(self._load, load.ref, cached)
             self._pending[load.slot] = (load.ref, future)
 
     def pop_loaded(self, *, wait_s: float) -> list[AdapterLoaded]:
@@ -74,10 +74,10 @@ class AdapterStore:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, ref: AdapterRef, kept: Packed | None) -> Packed:
+    def _load(self, ref: AdapterRef, cached: Packed | None) -> Packed:
         """Reads and packs an adapter unless it is cached; called in the thread."""
-        if kept is not None:
-            return kept
+        if cached is not None:
+            return cached
         adapter = self._read(Path(ref.path))
         if adapter.digest != ref.digest:
             raise WeightMismatch(

@@ -18,7 +18,7 @@ from octavo.worker.model_input import ModelInput, ProgramRunner, gather_inputs
 class EncoderRunner(ProgramRunner):
     """Runs one encoder Program over the inputs of the requests that have a row."""
 
-    def prepare(
+    def prepare_inputs(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
         """Gathers the inputs that a step encodes; [] if there are none."""

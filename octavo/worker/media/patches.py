@@ -89,10 +89,10 @@ def _taps(
     """
     axes, one = [], np.float32(1)
     for at, size in zip(positions, (num_rows, num_columns), strict=True):
-        place = at.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
-        low = np.floor(place)
+        position = at.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        low = np.floor(position)
         index = low.astype(np.int32)
-        share = place - low
+        share = position - low
         pair = (index, np.minimum(index + 1, side - 1))
         axes.append((pair, (one - share, one - (one - share))))
     (by_row, row_shares), (by_column, column_shares) = axes

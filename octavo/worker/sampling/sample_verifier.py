@@ -143,7 +143,7 @@ class SampleVerifier:
         """Returns why an entry could not be sampled; "" if there was no error."""
         return self._faults.get(entry, "")
 
-    def __call__(self, samples: SampleResult, kept: SampledLogits) -> Resample | None:
+    def __call__(self, samples: SampleResult, sampled_logits: SampledLogits) -> Resample | None:
         """Replaces tokens that are not allowed by allowed candidates. Returns the rows to resample;
         None if there are none.
         """
@@ -151,7 +151,7 @@ class SampleVerifier:
         to_close, self._to_close = self._to_close, []
         if self._is_first:
             self._processed.clear()
-            self._verify(samples, kept, resample)
+            self._verify(samples, sampled_logits, resample)
             to_close = [entry for entry in self._to_verify if self._may_close(entry)]
         for entry in to_close:
             if entry in resample.masks:
@@ -184,16 +184,16 @@ class SampleVerifier:
         return True
 
     def _verify(
-        self, samples: SampleResult, kept: SampledLogits, resample: ResampleBuilder
+        self, samples: SampleResult, sampled_logits: SampledLogits, resample: ResampleBuilder
     ) -> None:
         token_ids, failed = samples.token_ids.tolist(), samples.failed.tolist()
         proofs = [] if samples.proof_tokens is None else samples.proof_tokens.tolist()
         rejected, to_mask = [], []
         for entry, sample in self._to_verify.items():
             if sample.is_search:
-                self._search(entry, sample, samples, kept.logits(entry))
+                self._search(entry, sample, samples, sampled_logits.logits(entry))
             elif sample.processors:
-                self._process(entry, sample, samples, kept, resample)
+                self._process(entry, sample, samples, sampled_logits, resample)
             elif sample.is_deferred or failed[entry]:
                 to_mask.append(entry)
             elif sample.skips_cutoffs:
@@ -206,7 +206,7 @@ class SampleVerifier:
             ):
                 rejected.append(entry)
         if rejected:
-            to_mask += self._replace(rejected, samples, kept, resample)
+            to_mask += self._replace(rejected, samples, sampled_logits, resample)
         if to_mask:
             self._mask_all(to_mask, resample)
 
@@ -257,12 +257,12 @@ class SampleVerifier:
         self,
         rejected: Sequence[int],
         samples: SampleResult,
-        kept: SampledLogits,
+        sampled_logits: SampledLogits,
         resample: ResampleBuilder,
     ) -> list[int]:
         """Sets the first allowed candidate of each entry; returns the entries that have none."""
         left = []
-        candidates = kept.candidates(np.array(rejected, np.int32)).tolist()
+        candidates = sampled_logits.candidates(np.array(rejected, np.int32)).tolist()
         for entry, ids in zip(rejected, candidates, strict=True):
             sample = self._to_verify[entry]
             token_id = next((i for i in ids if i >= 0 and self._accept(sample, i)), None)
@@ -284,10 +284,10 @@ class SampleVerifier:
         entry: int,
         sample: SampleToVerify,
         samples: SampleResult,
-        kept: SampledLogits,
+        sampled_logits: SampledLogits,
         resample: ResampleBuilder,
     ) -> None:
-        logits = kept.logits(entry)
+        logits = sampled_logits.logits(entry)
         if np.isnan(logits).any():
             return  # the sample has already failed
         token_ids = self._contexts.token_ids[sample.row, : self._contexts.ends[entry]]

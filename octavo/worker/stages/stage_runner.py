@@ -24,7 +24,7 @@ class StageRunner(ProgramRunner):
         super().__init__(runnable, kv, rows)
         self._link = link
 
-    def prepare(
+    def prepare_inputs(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:
         """Gathers the arrays of a step; changes no row."""

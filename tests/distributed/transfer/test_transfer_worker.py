@@ -17,10 +17,10 @@ from octavo.distributed.transfer.address import TransferAddresses
 from octavo.distributed.transfer.messages import (
     BlockPart,
     DropBlocks,
+    KeepAlive,
     LayerPart,
     NoBlocks,
     NotYours,
-    StillThere,
     WantBlocks,
     WantedBlock,
 )
@@ -325,7 +325,7 @@ def test_what_answers_an_older_ask_lands_nowhere_and_ends_nothing(fetcher):
 def test_a_peer_that_signs_and_never_sends_holds_no_slot_for_good():
     """It is alive, and its block does not come: the fetch ends by its own clock."""
     fetcher = TransferWorker([HostShape(4, NUM_BYTES)], ends(None, timeout_s=1.0))
-    sign = msgspec.msgpack.encode(StillThere())
+    sign = msgspec.msgpack.encode(KeepAlive())
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         port = router.bind_to_random_port("tcp://127.0.0.1")

@@ -154,7 +154,7 @@ class Run:
         num_blocks: int = NUM_BLOCKS,
     ) -> None:
         self.shape = shape
-        self.runnable = backend.prepare(
+        self.runnable = backend.prepare_program(
             shape.program, shape.load_rounded if rounded else shape.load
         )
         self.kv = backend.allocate(self.runnable.kv_layouts, [num_blocks])

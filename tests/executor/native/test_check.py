@@ -98,14 +98,14 @@ def test_what_the_kernels_cannot_run_is_refused_by_name(program, message):
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {*NATIVE_FAMILIES}))
 def test_a_family_that_it_cannot_run_is_refused_unread(family):
-    """Neither `check` nor `prepare` reads a weight of a Program that it refuses."""
+    """Neither `check` nor `prepare_program` reads a weight of a Program that it refuses."""
     require_native()
     checkpoint = open_checkpoint(tiny_model(family).path)
     program = build_programs(checkpoint.config)["decoder"]
     backend = NativeBackend(BackendOptions(num_threads=1))
     for refuse in (
         lambda: backend.check(program, loaded_formats(checkpoint, "auto", None, program)),
-        lambda: backend.prepare(program, unread),
+        lambda: backend.prepare_program(program, unread),
     ):
         with pytest.raises(BackendUnavailable, match="the native backend cannot run"):
             refuse()
@@ -154,7 +154,9 @@ UNPACKABLE = {
 
 @pytest.mark.parametrize("what", UNPACKABLE)
 def test_preparing_refuses_what_was_not_checked(what):
-    """A weight without tiles is the model's fault, also where `prepare` is called by itself."""
+    """A weight without tiles is the model's fault, also where `prepare_program` is called by
+    itself.
+    """
     require_native()
     x, y = Value("x", "tokens", 32), Value("y", "samples", 32)
     z = Value("z", "samples", 9)
@@ -169,7 +171,7 @@ def test_preparing_refuses_what_was_not_checked(what):
     }
     backend = NativeBackend(BackendOptions(max_tokens=4))
     with pytest.raises(UnsupportedModel, match=f"does not support .*{what}"):
-        backend.prepare(program, lambda weight: weights[weight.name])
+        backend.prepare_program(program, lambda weight: weights[weight.name])
 
 
 def test_a_model_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):

@@ -119,7 +119,7 @@ def test_tiles_take_the_bits_of_their_codes(source: Path, tmp_path: Path, name: 
     format_of = loaded_formats(checkpoint, "auto", None, program)
     backend = NativeBackend(BackendOptions(num_threads=1, max_tokens=64))
     footprint = backend.footprint(program, format_of).weight_bytes
-    prepared = backend.prepare(program, WeightReader(checkpoint).load)
+    prepared = backend.prepare_program(program, WeightReader(checkpoint).load)
     assert sum(footprint.values()) == prepared.weight_bytes
     down = next(weight for weight in footprint if weight.name.endswith("down_proj.weight"))
     assert footprint[down] * 8 == BITS[name] * down.shape[0] * down.shape[1]

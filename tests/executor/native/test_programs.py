@@ -34,7 +34,7 @@ def batch_of(rows, samples):
 
 
 def logits_of(backend, made, batch):
-    runnable = backend.prepare(
+    runnable = backend.prepare_program(
         made.program, lambda weight: PackedWeight.plain(made.weights[weight.name])
     )
     return runnable.run(

@@ -81,9 +81,9 @@ class PlainAttention:
             q, "kv", 1, num_heads=self.num_heads, scale=self.scale, mask=self.mask, **self.options
         )
 
-    def prepare(self, backend=None):
+    def prepare_program(self, backend=None):
         program = build((self.group,), self)
-        return (backend or ReferenceBackend()).prepare(
+        return (backend or ReferenceBackend()).prepare_program(
             program, lambda w: PackedWeight.plain(self.weights[w.name])
         )
 
@@ -185,7 +185,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_over_pages(variant):
     make, visible, score = VARIANTS[variant]
-    runnable, backend = make.prepare(), ReferenceBackend()
+    runnable, backend = make.prepare_program(), ReferenceBackend()
     xs = [rng(10 + n).normal(size=(n, 9)) for n in CONTEXTS]
     blocks = iter(rng(3).permutation(200))
     tables = [[int(next(blocks)) for _ in range(-(-n // 16))] for n in CONTEXTS]
@@ -222,7 +222,7 @@ def test_t5_bias_is_looked_up_by_bucket():
 
     x = rng(1).normal(size=(60, 9))
     kv = ReferenceBackend().allocate([make_kv_layout(make.group)], [4])
-    out = make.prepare().run(step_of([x], [0], [[0, 1, 2, 3]]), kv).arrays["out"]
+    out = make.prepare_program().run(step_of([x], [0], [[0, 1, 2, 3]]), kv).arrays["out"]
     np.testing.assert_allclose(
         out, make.expected(x, lambda i, j: j >= 0, score), rtol=1e-12, atol=1e-12
     )
@@ -233,7 +233,7 @@ def test_keys_out_of_the_window_are_not_read():
     make, visible, score = VARIANTS["window"]
     x = rng(5).normal(size=(100, 9))
     kv = poisoned(ReferenceBackend(), (make.group,))
-    runnable = make.prepare()
+    runnable = make.prepare_program()
     runnable.run(step_of([x[:99]], [0], [[3, 1, 4, 0, 5, 9, 2]]), kv)
     out = runnable.run(step_of([x], [99], [[-1, -1, -1, 0, 5, 9, 2]]), kv).arrays["out"]
     np.testing.assert_allclose(out[0], make.expected(x, visible, score)[99], rtol=1e-12)
@@ -257,7 +257,7 @@ def test_latent_attention(form):
         n, r, kv_b, group="latent", layer=0, num_heads=heads, scale=0.3, form=form
     )
     program, backend = b.finish(out=out), ReferenceBackend()
-    runnable = backend.prepare(program, lambda w: PackedWeight.plain(weights[w.name]))
+    runnable = backend.prepare_program(program, lambda w: PackedWeight.plain(weights[w.name]))
     rows = rng(4).normal(size=(270, 8))
     step = step_of([rows], [0], [[*range(17)]], pad=2)
     found = (
@@ -317,7 +317,7 @@ def test_what_it_cannot_run_it_refuses_by_name(op, message):
         (CacheGroup("kv", "full", 1, 1, 4, 4),),
     )
     with pytest.raises(BackendUnavailable) as error:
-        ReferenceBackend().prepare(program, lambda w: None)
+        ReferenceBackend().prepare_program(program, lambda w: None)
     assert message in str(error.value)
 
 
@@ -325,4 +325,4 @@ def test_a_weight_of_another_shape_is_a_mismatch():
     make = PlainAttention()
     make.weights["k.weight"] = make.weights["k.weight"][:3]
     with pytest.raises(WeightMismatch, match=r"k.weight has shape \(3, 9\), expected \(12, 9\)"):
-        make.prepare()
+        make.prepare_program()

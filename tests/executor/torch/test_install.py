@@ -115,7 +115,7 @@ def test_an_old_gpu_gets_no_triton_and_fp16(monkeypatch):
     monkeypatch.setattr(triton_device, "is_interpreted", lambda: False)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
     assert (
-        triton_device.refusal(torch.device("cuda"))[0]
+        triton_device.unsupported_reason(torch.device("cuda"))[0]
         == "Triton requires compute capability 8.0, the device has 7.5"
     )
     backend = TorchBackend(BackendOptions(num_threads=1))
@@ -123,6 +123,6 @@ def test_an_old_gpu_gets_no_triton_and_fp16(monkeypatch):
     assert backend.packed_dtype == torch.float16
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
     assert (
-        triton_device.refusal(torch.device("cuda")) is None
+        triton_device.unsupported_reason(torch.device("cuda")) is None
         and backend.packed_dtype == torch.bfloat16
     )

@@ -26,7 +26,9 @@ def test_the_largest_step_runs(family):
     )
     for program in build_programs(checkpoint.config).values():
         if "logits" in program.outputs:
-            backend.run_largest_step(backend.prepare(program, WeightReader(checkpoint).load))
+            backend.run_largest_step(
+                backend.prepare_program(program, WeightReader(checkpoint).load)
+            )
 
 
 def test_the_largest_step_is_as_large_as_may_be():

@@ -151,7 +151,7 @@ def test_pooled_rows(mode):
         np.random.default_rng(0).normal(size=(len(batch.token_ids), 8)).astype(np.float32)
     )
     found, wanted = (
-        backend.prepare(program, lambda weight: None)
+        backend.prepare_program(program, lambda weight: None)
         .run(batch, backend.allocate(layouts_of(backend, (group,)), [8]))
         .arrays["pooled"]
         for backend in (torch_backend(), ReferenceBackend())
@@ -212,7 +212,7 @@ def test_what_it_cannot_run_it_refuses_by_name(op, message):
         "test", {"hidden": x}, {"hidden": y}, (op(x, y),), (CacheGroup("kv", "full", 1, 1, 8, 8),)
     )
     with pytest.raises(BackendUnavailable, match=message):
-        torch_backend().prepare(program, lambda weight: None)
+        torch_backend().prepare_program(program, lambda weight: None)
 
 
 def test_nothing_is_loaded_of_a_program_that_is_refused(monkeypatch):
@@ -224,14 +224,14 @@ def test_nothing_is_loaded_of_a_program_that_is_refused(monkeypatch):
         raise AssertionError(f"{weight.name} was loaded")
 
     class Refusing(Sdpa):
-        def refusal(self, op, kv_dtype):
+        def unsupported_reason(self, op, kv_dtype):
             return f"no attention over {kv_dtype}"
 
     monkeypatch.setitem(choose.MAKERS, "sdpa", lambda options, device: Refusing())
     backend = torch_backend(dtype="float32", attention_backend="sdpa")
     for refuse in (
         lambda: backend.check(program, lambda weight: "F32"),
-        lambda: backend.prepare(program, load),
+        lambda: backend.prepare_program(program, load),
     ):
         with pytest.raises(BackendUnavailable, match="no attention over"):
             refuse()

@@ -114,7 +114,7 @@ class AttentionKernels(Protocol):
     is_invariant: bool
     """Whether a row's bits are independent of other rows."""
 
-    def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, op: Op, kv_dtype: torch.dtype) -> str | None:
         """Returns the reason why the kernels cannot compute this op; None if they can. Called when
         a Program is prepared.
         """

@@ -16,7 +16,7 @@ from octavo.executor.base import BackendOptions
 from octavo.executor.torch.attention.call import AttentionKernels
 from octavo.executor.torch.attention.sdpa import Sdpa
 from octavo.executor.torch.triton.device import is_interpreted
-from octavo.executor.torch.triton.device import refusal as triton_refusal
+from octavo.executor.torch.triton.device import unsupported_reason as triton_unsupported_reason
 from octavo.program import ops
 from octavo.program.program import Program
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 def _triton_on(options: BackendOptions, device: torch.device) -> AttentionKernels:
-    if refused := triton_refusal(device):
-        why, hint = refused
+    if unsupported := triton_unsupported_reason(device):
+        why, hint = unsupported
         raise BackendUnavailable(f"attention_backend: got 'triton', but {why}", hint=hint)
     from octavo.executor.torch.triton.attention import TritonAttention
     from octavo.executor.torch.triton.fit import shared_bytes
@@ -71,20 +71,22 @@ def first_that_computes(
 
     Raises BackendUnavailable with every reason if none does.
     """
-    refused: list[str] = []
+    unsupported: list[str] = []
     for choice in choices:
         calls = [op for op in program.ops if isinstance(op, ops.Attention | ops.MlaAttention)]
-        reasons = {why for op in calls if (why := choice.refusal(op, kv_dtype)) is not None}
+        reasons = {
+            why for op in calls if (why := choice.unsupported_reason(op, kv_dtype)) is not None
+        }
         if not reasons:
-            if refused:
+            if unsupported:
                 logger.warning(
                     "attention of the %s uses %s: %s",
                     program.name,
                     choice.name,
-                    "; ".join(refused),
+                    "; ".join(unsupported),
                 )
             return choice
-        refused.append(f"{choice.name}: {', '.join(sorted(reasons))}")
+        unsupported.append(f"{choice.name}: {', '.join(sorted(reasons))}")
     raise BackendUnavailable(
-        f"the torch backend cannot run attention with {'; '.join(refused)} (in {program.name})"
+        f"the torch backend cannot run attention with {'; '.join(unsupported)} (in {program.name})"
     )

@@ -36,7 +36,7 @@ class Sdpa:
     def get_arrays_maker(self, program: Program) -> StepArraysMaker:
         return lambda batch, *, fixed: {}
 
-    def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, op: Op, kv_dtype: torch.dtype) -> str | None:
         return None
 
     def attend(self, call: AttentionCall) -> Tensor:

@@ -74,7 +74,7 @@ class TritonAttention:
         self.is_invariant = fixed_tiles
         self._share_prefixes = share_prefixes
 
-    def refusal(self, op: Op, kv_dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, op: Op, kv_dtype: torch.dtype) -> str | None:
         if isinstance(op, ops.MlaAttention) and op.form != "absorbed":
             return "expanded latent attention is not supported"
         if kv_dtype not in KV_DTYPES:
@@ -82,7 +82,7 @@ class TritonAttention:
         if isinstance(op, ops.Attention) and op.sees_ahead:
             return "its kernels know no tokens that see later ones"
         assert isinstance(op, ops.Attention | ops.MlaAttention)
-        return self._tiles.refusal(*_get_head_widths(op), kv_dtype)
+        return self._tiles.unsupported_reason(*_get_head_widths(op), kv_dtype)
 
     def attend(self, call: AttentionCall) -> Tensor:
         rows, shape = call.rows, (*call.q.shape[:2], call.v_width)
@@ -113,7 +113,7 @@ class TritonAttention:
         masks: dict[str, PrefixMask] = {}
         for op in program.ops if self._share_prefixes else ():
             if isinstance(op, ops.Attention | ops.MlaAttention):
-                mask = PrefixMask.of(op, program, self._tiles.rows_a_run)
+                mask = PrefixMask.of(op, program, self._tiles.rows_per_run)
                 masks[mask.name] = mask
 
         def arrays(batch: StepBatch, *, fixed: bool) -> dict[str, NDArray]:
@@ -191,7 +191,7 @@ class DecodeLaunch(NamedTuple):
         heads = HeadTile.of(call, tile["BLOCK_M"])
         assert runs.ROWS.value <= heads.ROWS.value, "BLOCK_M does not depend on the cache's dtype"
         num_tiles = call.k.numbers.shape[-2] * heads.PARTS.value
-        num_programs = programs_a_tile(num_runs * num_tiles, self.num_splits)
+        num_programs = programs_per_tile(num_runs * num_tiles, self.num_splits)
         decode_kernel[(num_runs, num_tiles, num_programs)](
             states=self.states,
             q=Queries.of(call),
@@ -225,7 +225,7 @@ class DecodeLaunch(NamedTuple):
         )
 
 
-def programs_a_tile(num_tiles: int, num_splits: int) -> int:
+def programs_per_tile(num_tiles: int, num_splits: int) -> int:
     """Returns how many programs share a tile's splits: one per split, unless fewer suffice to fill
     the GPU.
     """

@@ -29,12 +29,12 @@ class AttentionTiles:
         self._prefill = "decode_attention" if fixed_tiles else "prefill_attention"
         self._shared = "decode_attention" if fixed_tiles else "shared_attention"
 
-    def refusal(self, k_width: int, v_width: int, kv_dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, k_width: int, v_width: int, kv_dtype: torch.dtype) -> str | None:
         """Returns the reason why no tile of such heads fits into shared memory, or None."""
         if self._shared_bytes is None:
             return None
         itemsize = 4 if kv_dtype == torch.float32 else 2
-        return fit.refusal(_tile_widths(k_width, v_width), itemsize, self._shared_bytes)
+        return fit.unsupported_reason(_tile_widths(k_width, v_width), itemsize, self._shared_bytes)
 
     def decode(self, call: AttentionCall) -> dict[str, int]:
         return self._tile("decode_attention", call)
@@ -48,7 +48,7 @@ class AttentionTiles:
     def prefill(self, call: AttentionCall) -> dict[str, int]:
         return self._tile(self._prefill, call)
 
-    def rows_a_run(self, k_width: int, v_width: int, share: int) -> int:
+    def rows_per_run(self, k_width: int, v_width: int, share: int) -> int:
         """Returns the rows of a shared-prefix run, each with `share` query heads per KV head.
 
         Independent of the cache's dtype, because runs are planned before any call.

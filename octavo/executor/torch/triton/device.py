@@ -24,7 +24,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
-def refusal(device: torch.device) -> tuple[str, str] | None:
+def unsupported_reason(device: torch.device) -> tuple[str, str] | None:
     """Returns the reason why the kernels cannot run on a device and a hint, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed", f"{INSTALL}; {PLAIN}"

@@ -80,7 +80,7 @@ def too_large(widths: tuple[int, int], needed: int, most_bytes: int) -> str:
     return f"{tiles} take {needed} bytes of shared memory, the device has {most_bytes}"
 
 
-def refusal(widths: tuple[int, int], itemsize: int, most_bytes: int) -> str | None:
+def unsupported_reason(widths: tuple[int, int], itemsize: int, most_bytes: int) -> str | None:
     """Returns the reason why no tile fits; None if one does."""
     needed = attention_bytes(LEAST, LEAST, widths, itemsize)
     return too_large(widths, needed, most_bytes) if needed > most_bytes else None

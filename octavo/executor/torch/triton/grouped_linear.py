@@ -26,8 +26,8 @@ from torch import Tensor
 from octavo.executor.torch.triton.matrix_tile import (
     FLOATS,
     MatrixBytes,
-    refusal,
     tiles_times_rows,
+    unsupported_reason,
 )
 from octavo.executor.torch.triton.numbers import rounded
 from octavo.executor.torch.triton.tuning import tuned
@@ -98,7 +98,7 @@ def get_tile_rows(num_rows: int, num_experts: int) -> int:
 
 
 def supports(x: Tensor, matrix: DeviceWeight) -> bool:
-    if x.dtype not in FLOATS or x.stride(1) != 1 or refusal(matrix) is not None:
+    if x.dtype not in FLOATS or x.stride(1) != 1 or unsupported_reason(matrix) is not None:
         return False
     return not matrix.is_plain or (matrix.codes.dtype == x.dtype and matrix.codes.is_contiguous())
 

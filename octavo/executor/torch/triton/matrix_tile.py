@@ -47,7 +47,7 @@ CODES = (torch.uint8, torch.int8)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def refusal(weight: DeviceWeight) -> str | None:
+def unsupported_reason(weight: DeviceWeight) -> str | None:
     """Returns the reason why kernels cannot read this weight; None if they can. Plain PyTorch reads
     every weight.
     """

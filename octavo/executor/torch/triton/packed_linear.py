@@ -30,8 +30,8 @@ from octavo.executor.torch.triton.device import device_name
 from octavo.executor.torch.triton.matrix_tile import (
     FLOATS,
     MatrixBytes,
-    refusal,
     tiles_times_rows,
+    unsupported_reason,
 )
 from octavo.executor.torch.triton.numbers import rounded
 from octavo.executor.torch.triton.tuning import tuned
@@ -170,7 +170,7 @@ def supports(x: Tensor, product: Product) -> bool:
     if not len(x) or x.dtype not in FLOATS or x.stride(1) != 1:
         return False
     return all(
-        refusal(part) is None and (not part.is_plain or part.codes.dtype == x.dtype)
+        unsupported_reason(part) is None and (not part.is_plain or part.codes.dtype == x.dtype)
         for part in product.parts
     )
 

@@ -70,17 +70,17 @@ class PrefixMask:
     window: int | None
     """Window or chunk length: a row that sees the first key is within it."""
     full: bool
-    rows_a_run: int
+    rows_per_run: int
 
     @staticmethod
     def of(
         op: ops.Attention | ops.MlaAttention,
         program: Program,
-        rows_a_run: Callable[[int, int, int], int],
+        rows_per_run: Callable[[int, int, int], int],
     ) -> PrefixMask:
         """Returns an op's mask.
 
-        `rows_a_run` maps key width, value width and query heads per KV head to the rows of a run.
+        `rows_per_run` maps key width, value width and query heads per KV head to the rows of a run.
         """
         group_index = program.group_index(op.group)
         group = program.groups[group_index]
@@ -89,7 +89,7 @@ class PrefixMask:
         window = None
         if isinstance(op, ops.Attention) and op.mask in ("window", "chunk"):
             window = op.window
-        rows = rows_a_run(group.k_width, v_width, op.num_heads // group.num_kv_heads)
+        rows = rows_per_run(group.k_width, v_width, op.num_heads // group.num_kv_heads)
         return PrefixMask(group_index, window, full, rows)
 
     @property
@@ -102,10 +102,10 @@ class PrefixMask:
         unless shapes are `fixed`.
         """
         most_runs = (len(batch.query_starts) - 1) // 2
-        if self.rows_a_run < 2 or not most_runs:
+        if self.rows_per_run < 2 or not most_runs:
             return {}
         sharing = find_sharing(
-            batch, self.group, window=self.window, full=self.full, rows_a_run=self.rows_a_run
+            batch, self.group, window=self.window, full=self.full, rows_per_run=self.rows_per_run
         )
         if fixed:
             sharing = sharing.padded(most_runs)
@@ -135,24 +135,24 @@ class _Sharer:
 
 
 def find_sharing(
-    batch: StepBatch, group: int, *, window: int | None, full: bool, rows_a_run: int
+    batch: StepBatch, group: int, *, window: int | None, full: bool, rows_per_run: int
 ) -> Sharing:
-    """Finds the shared runs of a step. A run has at most `rows_a_run` rows, whose query heads of
+    """Finds the shared runs of a step. A run has at most `rows_per_run` rows, whose query heads of
     one KV head fill a tile.
     """
     num_rows = np.diff(batch.query_starts)
     singles = np.flatnonzero((num_rows == 1) & (batch.context_lens[group] > 0))
     own = np.zeros(len(singles), np.int32)
     runs: list[tuple[list[int], int]] = []
-    if rows_a_run > 1:
+    if rows_per_run > 1:
         for alike in _sharers(batch, group, singles, window=window, full=full):
             for members, splits in _divided(alike)[1]:
-                for first in range(0, len(members), rows_a_run):
-                    run = [member.slot for member in members[first : first + rows_a_run]]
+                for first in range(0, len(members), rows_per_run):
+                    run = [member.slot for member in members[first : first + rows_per_run]]
                     if len(run) > 1:
                         runs.append((run, splits))
                         own[run] = splits
-    slots = np.full((len(runs), max(1, rows_a_run)), -1, np.int32)
+    slots = np.full((len(runs), max(1, rows_per_run)), -1, np.int32)
     for index, (run, _) in enumerate(runs):
         slots[index, : len(run)] = run
     return Sharing(slots, np.array([splits for _, splits in runs], np.int32), own)

@@ -22,8 +22,8 @@ from octavo.executor.torch.triton.matrix_tile import (
     MatrixBytes,
     dequantize,
     load_scales,
-    refusal,
     spread,
+    unsupported_reason,
 )
 from octavo.executor.torch.triton.numbers import rounded
 from octavo.executor.torch.triton.tuning import tuned
@@ -33,7 +33,8 @@ from octavo.executor.torch.weights.device_weight import DeviceWeight
 def supports(parts: Sequence[DeviceWeight], dtype: torch.dtype) -> bool:
     """Returns whether the kernel can unpack all parts; plain floats need no unpacking."""
     return dtype in FLOATS and all(
-        not part.is_plain and len(part.codes.shape) == 2 and refusal(part) is None for part in parts
+        not part.is_plain and len(part.codes.shape) == 2 and unsupported_reason(part) is None
+        for part in parts
     )
 
 

@@ -127,8 +127,8 @@ class EventWriter:
 
 
 def _place(item: OutputItem) -> dict[str, Any]:
-    place = {"item_id": item.id, "output_index": item.index}
-    return place if item.kind is PartKind.CALL else place | {"content_index": 0}
+    location = {"item_id": item.id, "output_index": item.index}
+    return location if item.kind is PartKind.CALL else location | {"content_index": 0}
 
 
 def error_event(error: Mapping[str, Any], number: int) -> Event:

@@ -23,13 +23,13 @@ from octavo.server.openai.responses.body import InputTokensBody, ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter, error_event
 from octavo.server.openai.responses.history import get_input_items
 from octavo.server.openai.responses.output import Piece
-from octavo.server.openai.responses.prepare import (
+from octavo.server.openai.responses.prepare_response import (
     PreparedResponse,
     ResponseRequest,
     count_input_tokens,
     make_failed,
     make_request,
-    prepare,
+    prepare_response,
     stream_failure,
 )
 from octavo.server.openai.responses.runs import ResponseRun, ResponseRuns, load_run, make_record
@@ -66,12 +66,12 @@ async def create(
     if store is not None:
         store.check_room()
     if body.background and runs is not None:
-        run = await runs.start(await prepare(asked, model, service.store))
+        run = await runs.start(await prepare_response(asked, model, service.store))
         if body.stream:
             return TypedEventStream(run.events(-1))
         return JSONResponse(run.response)
     try:
-        prepared = await prepare(asked, model, service.store)
+        prepared = await prepare_response(asked, model, service.store)
         builder = prepared.start()
     except ContextTooLong as error:
         if not body.stream:
@@ -141,10 +141,10 @@ async def list_input_items(
     if order == "desc":
         items = items[::-1]
     if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
+        indices = [index for index, item in enumerate(items) if item["id"] == after]
+        if not indices:
             raise InvalidRequest(f"after: no item {after!r}", param="after")
-        items = items[places[0] + 1 :]
+        items = items[indices[0] + 1 :]
     shown = items[:limit]
     return listing(shown, has_more=len(items) > limit)
 

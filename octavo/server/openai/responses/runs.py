@@ -21,11 +21,11 @@ from octavo.server.openai.responses.body import ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.history import ENDED
 from octavo.server.openai.responses.output import Piece
-from octavo.server.openai.responses.prepare import (
+from octavo.server.openai.responses.prepare_response import (
     PreparedResponse,
     ResponseRequest,
     make_failed,
-    prepare,
+    prepare_response,
 )
 from octavo.server.output_parser import PLAIN, OutputParser
 from octavo.server.response_builder import ResponseBuilder
@@ -230,7 +230,7 @@ class ResponseRuns:
         record = self._service.background_record(asked.owner)
         try:
             model = await replace(self._service, record=record).model(asked.body.model)
-            return await prepare(asked, model, self._store)
+            return await prepare_response(asked, model, self._store)
         finally:
             record.release()  # from here on the submitted request keeps the model in memory
 

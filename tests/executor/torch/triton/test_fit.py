@@ -94,11 +94,11 @@ def test_small_tiles_compute_the_same(fixed_tiles, monkeypatch):
     small = TritonAttention(CPU, fixed_tiles=fixed_tiles, shared_bytes=GPUS["T4"])
     tiles = AttentionTiles(CPU, fixed_tiles=fixed_tiles, shared_bytes=GPUS["T4"])
     decode, shared = tiles.decode(case.call), tiles.shared(case.call)
-    rows_a_run = tiles.rows_a_run(192, 128, 4)
+    rows_per_run = tiles.rows_per_run(192, 128, 4)
     found = case.live(small.attend(case.call))
     tuning.best_row.cache_clear()
     assert (
-        decode["BLOCK_M"] == 16 and decode["BLOCK_N"] < 64 and rows_a_run * 4 == shared["BLOCK_M"]
+        decode["BLOCK_M"] == 16 and decode["BLOCK_N"] < 64 and rows_per_run * 4 == shared["BLOCK_M"]
     )
     torch.testing.assert_close(found, case.wanted(), rtol=2e-5, atol=2e-5)
 
@@ -138,12 +138,14 @@ LATENT = ops.MlaAttention(
     [("L4", torch.float32, False), ("L4", torch.bfloat16, True), ("A100", torch.float32, True)],
 )
 def test_what_fits_nowhere_is_refused_before_a_step(gpu, kv, fits):
-    refused = TritonAttention(torch.device("cpu"), shared_bytes=GPUS[gpu]).refusal(LATENT, kv)
+    reason = TritonAttention(torch.device("cpu"), shared_bytes=GPUS[gpu]).unsupported_reason(
+        LATENT, kv
+    )
     wanted = (
         "Triton's smallest tiles of keys 576 wide (values 512) take 108544 bytes of shared memory,"
         " the device has 101376"
     )
-    assert refused == (None if fits else wanted)
+    assert reason == (None if fits else wanted)
 
 
 def test_the_interpreter_has_any_number():

@@ -62,7 +62,7 @@ def test_who_shares_what():
     """Requests 0, 1, 2 and 5 read two splits once, which saves more reads than 2 and 5 reading
     three, or 3 joining in one.
     """
-    found = find_sharing(batch(), 0, window=None, full=False, rows_a_run=16)
+    found = find_sharing(batch(), 0, window=None, full=False, rows_per_run=16)
     assert runs(found) == [([0, 1, 2, 5], 2), ([4, 6], 1)]
     assert found.own_splits.tolist() == [2, 2, 2, 0, 1, 2, 1, 0, 0]
 
@@ -72,10 +72,10 @@ def test_a_tile_has_room_for_so_many():
     alike = batch((1,) * 7, (600,) * 7, same)
     assert [
         len(slots)
-        for slots, _ in runs(find_sharing(alike, 0, window=None, full=False, rows_a_run=3))
+        for slots, _ in runs(find_sharing(alike, 0, window=None, full=False, rows_per_run=3))
     ] == [3, 3]
-    assert not runs(find_sharing(alike, 0, window=None, full=False, rows_a_run=1))
-    assert runs(find_sharing(alike, 0, window=None, full=False, rows_a_run=8)) == [
+    assert not runs(find_sharing(alike, 0, window=None, full=False, rows_per_run=1))
+    assert runs(find_sharing(alike, 0, window=None, full=False, rows_per_run=8)) == [
         (list(range(7)), 2)
     ]
 
@@ -84,20 +84,20 @@ def test_who_does_not():
     two = batch((1, 3, 1) + (1,) * 6)
     assert all(
         1 not in slots or 2 not in slots
-        for slots, _ in runs(find_sharing(two, 0, window=None, full=False, rows_a_run=16))
+        for slots, _ in runs(find_sharing(two, 0, window=None, full=False, rows_per_run=16))
     )
-    assert not runs(find_sharing(batch(), 0, window=200, full=False, rows_a_run=16)), (
+    assert not runs(find_sharing(batch(), 0, window=200, full=False, rows_per_run=16)), (
         "a window has passed the first keys"
     )
-    assert runs(find_sharing(batch(), 0, window=520, full=False, rows_a_run=16)) == [([4, 6], 1)]
+    assert runs(find_sharing(batch(), 0, window=520, full=False, rows_per_run=16)) == [([4, 6], 1)]
     empty = batch((), (), np.zeros((0, 54), np.int32))
-    assert not runs(find_sharing(empty, 0, window=None, full=False, rows_a_run=16))
+    assert not runs(find_sharing(empty, 0, window=None, full=False, rows_per_run=16))
     short = batch((1, 1), (255, 255), np.tile(np.arange(16, dtype=np.int32), (2, 1)))
-    assert not runs(find_sharing(short, 0, window=None, full=False, rows_a_run=16))
+    assert not runs(find_sharing(short, 0, window=None, full=False, rows_per_run=16))
 
 
 def test_shapes_of_a_captured_step_depend_on_its_requests_only():
-    found = find_sharing(batch(), 0, window=None, full=False, rows_a_run=4).padded(4)
+    found = find_sharing(batch(), 0, window=None, full=False, rows_per_run=4).padded(4)
     assert (
         found.run_slots.shape == (4, 4)
         and found.run_splits.shape == (4,)
@@ -140,7 +140,7 @@ def test_read_together_is_bit_for_bit_what_it_is_one_by_one(name, rows):
         0,
         window=case.window,
         full=case.full,
-        rows_a_run=16 // (case.heads // case.kv_heads),
+        rows_per_run=16 // (case.heads // case.kv_heads),
     )
     assert len(sharing.run_slots), "some rows share"
     together = case.live(kernels.attend(with_sharing(case, sharing)))
@@ -160,7 +160,7 @@ def with_sharing(case, sharing):
 def test_what_is_shared_is_read_by_the_shared_runs_alone():
     """A wrong table changes nothing where its row shares: only the leader's table is read."""
     case = shared_case(SHAPES["three a head"])
-    sharing = find_sharing(case.batch, 0, window=None, full=False, rows_a_run=5)
+    sharing = find_sharing(case.batch, 0, window=None, full=False, rows_per_run=5)
     kernels = TritonAttention(DEVICE, fixed_tiles=True)
     wanted = kernels.attend(with_sharing(case, sharing))
     leaders = {int(slots[0]) for slots in sharing.run_slots}
@@ -172,6 +172,6 @@ def test_what_is_shared_is_read_by_the_shared_runs_alone():
 
 def test_wider_tiles_are_right_too():
     case = shared_case(SHAPES["three a head"])
-    sharing = find_sharing(case.batch, 0, window=None, full=False, rows_a_run=10).padded(6)
+    sharing = find_sharing(case.batch, 0, window=None, full=False, rows_per_run=10).padded(6)
     found = case.live(TritonAttention(DEVICE).attend(with_sharing(case, sharing)))
     np.testing.assert_allclose(found, case.wanted(), rtol=2e-5, atol=2e-5)

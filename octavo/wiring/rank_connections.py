@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankConnections:
     """A process's rank and its connections. Implements `ranks.Abortable`."""
 
     rank: int = 0

@@ -153,7 +153,7 @@ async def _make_conversation(
     return _conversation(asked, model, messages), len(system)
 
 
-async def prepare(
+async def prepare_response(
     asked: ResponseRequest, model: ServedModel, store: Store | None
 ) -> PreparedResponse:
     """Builds the prompt of a response; raises ClientError if it is invalid."""
