@@ -30,15 +30,19 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
+from typing import ClassVar
 
 
 class OctavoError(Exception):
     """Base class of all errors; `str(error)` is the message, then the hint on its own line."""
 
+    default_hint: ClassVar[str | None] = None
+    """Hint of errors that are raised without one."""
+
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = self.default_hint if hint is None else hint
 
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
@@ -182,6 +186,7 @@ class Unavailable(ServerError):
     """The server is loading its model or draining before shutdown."""
 
     status = 503
+    default_hint = "try again in a few seconds"
 
 
 class SetupError(OctavoError):
@@ -203,9 +208,18 @@ class BackendUnavailable(SetupError):
 class UnsupportedModel(SetupError):
     """A model family, tensor format or model option that is not supported."""
 
+    default_hint = (
+        "if the files are as published, this variant is not supported; octavo models lists the"
+        " supported families"
+    )
+
 
 class WeightMismatch(SetupError):
     """A corrupt, truncated or incomplete checkpoint, or shapes that contradict its config."""
+
+    default_hint = (
+        "the files may be damaged, incomplete or of different models; download them again"
+    )
 
 
 class DownloadFailed(SetupError):

@@ -443,7 +443,7 @@ class LLM:
         with self._turn:
             while not (changed := self._changed.keys() & request_ids):
                 if self._is_closed:
-                    raise EngineDead("the engine was closed")
+                    raise EngineDead("the engine was closed", hint="create a new LLM")
                 if self._is_stepping:
                     self._turn.wait()
                     continue

@@ -49,6 +49,7 @@ def check_patterns(texts: list[str]) -> None:
     if len(texts) > MAX_PATTERNS:
         raise InvalidRequest(
             f"stop_regex: got {len(texts)} patterns, expected at most {MAX_PATTERNS}",
+            hint="combine patterns with |",
             param="stop_regex",
         )
     for text in texts:

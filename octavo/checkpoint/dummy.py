@@ -63,12 +63,14 @@ class DummyCheckpoint:
 
     def stored(self, name: str) -> StoredTensor:
         raise UnsupportedModel(
-            f"{self.path}: load_format dummy reads no stored tensors, got {name}"
+            f"{self.path}: load_format dummy reads no stored tensors, got {name}",
+            hint="use load_format auto to read the stored weights",
         )
 
     def tensor(self, name: str) -> PackedWeight:
         raise UnsupportedModel(
-            f"{self.path}: load_format dummy reads no stored tensors, got {name}"
+            f"{self.path}: load_format dummy reads no stored tensors, got {name}",
+            hint="use load_format auto to read the stored weights",
         )
 
     def release(self) -> None: ...

@@ -34,7 +34,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
             )
         return GgufCheckpoint(path)
     if not path.is_dir():
-        raise WeightMismatch(f"{path}: no such file or directory")
+        raise WeightMismatch(
+            f"{path}: no such file or directory",
+            hint="check the path; octavo pull downloads a model",
+        )
     if (path / "config.json").exists():
         return SafetensorsCheckpoint(path)
     files = sorted(path.glob("*.gguf"))

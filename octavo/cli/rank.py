@@ -30,4 +30,7 @@ def rank(
     secret = os.environ.get(SECRET_VARIABLE) or None
     check_rank_secret(host, secret)
     if not run_joined(join_first(host, port, secret, number)):
-        raise EngineDead(f"rank {number}: the first rank at {address} has exited")
+        raise EngineDead(
+            f"rank {number}: the first rank at {address} has exited",
+            hint="the output of the first rank shows why",
+        )

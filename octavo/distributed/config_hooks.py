@@ -130,7 +130,10 @@ def _check_processes(config: EngineConfig, transport: str) -> None:
 
 def _check_prefix_caching(config: EngineConfig, name: str) -> None:
     if not (config.cache.enable_prefix_caching and config.cache.kv_cache):
-        raise ConfigError(f"{name}: requires kv_cache and enable_prefix_caching")
+        raise ConfigError(
+            f"{name}: requires kv_cache and enable_prefix_caching",
+            hint="remove --no-kv-cache and --no-enable-prefix-caching",
+        )
 
 
 def _check_stages(config: EngineConfig, name: str, given_name: str) -> None:

@@ -139,6 +139,7 @@ class PromptInputs:
         if truncation is not None:
             raise InvalidRequest(
                 "truncate_prompt_tokens: not supported with images",
+                hint="shorten the text",
                 param="truncate_prompt_tokens",
             )
         images = self.images.read(sources)

@@ -122,11 +122,13 @@ def measure_text(
     program = model.program()
     if "logits" not in program.outputs:
         raise UnsupportedModel(
-            f"{config.model.model} does not generate text; calibration requires a generation model"
+            f"{config.model.model} does not generate text; calibration requires a decoder",
+            hint="name a decoder-only model",
         )
     if any(group.kind == "cross" for group in program.groups):
         raise UnsupportedModel(
-            f"{config.model.model} is an encoder-decoder; calibration requires a decoder-only model"
+            f"{config.model.model} is an encoder-decoder; calibration requires a decoder",
+            hint="name a decoder-only model",
         )
     tokenizer = build_tokenizer(model)
     assert tokenizer is not None, "skip_tokenizer_init is not set"

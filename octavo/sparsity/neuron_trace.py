@@ -36,7 +36,8 @@ def record_neurons(
     if len(widths) != 1:
         raise UnsupportedModel(
             f"{config.model.model} has gated feed-forward layers of {len(widths)} sizes, expected"
-            " one size"
+            " one size",
+            hint="name a model whose layers have equal sizes",
         )
     ((num_neurons, inputs),) = widths
     tokens: list[list[list[int]]] = []

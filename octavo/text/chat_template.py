@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import jinja2.nodes
 
 
+HINT = "check the order and roles of the messages; --chat-template sets another template"
+
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Message keys that may contain reasoning."""
 
@@ -79,7 +81,9 @@ class ChatTemplate:
         except Exception as error:  # depending on its input, a template can raise any error
             reason = str(error) or type(error).__name__
             raise InvalidRequest(
-                f"messages: the chat template failed: {reason}", param="messages"
+                f"messages: the chat template failed: {reason}",
+                hint=HINT,
+                param="messages",
             ) from error
 
     @cached_property

@@ -38,6 +38,7 @@ class Rendered(msgspec.Struct):
 
     text: str = ""
     error: str | None = None
+    hint: str | None = None
 
 
 def render_apart(
@@ -52,7 +53,7 @@ def render_apart(
     )
     rendered = _computed(msgspec.json.encode(asked))
     if rendered.error is not None:
-        raise InvalidRequest(rendered.error, param="messages")
+        raise InvalidRequest(rendered.error, hint=rendered.hint, param="messages")
     return rendered.text
 
 
@@ -89,7 +90,7 @@ def main() -> None:
         text = template.render(asked.messages, asked.add_generation_prompt, asked.variables)
         rendered = Rendered(text)
     except InvalidRequest as error:
-        rendered = Rendered(error=error.message)
+        rendered = Rendered(error=error.message, hint=error.hint)
         if isinstance(error.__cause__, MemoryError):
             rendered = _failure(f"it takes more than {MAX_BYTES >> 20} MiB")
     sys.stdout.buffer.write(msgspec.json.encode(rendered))

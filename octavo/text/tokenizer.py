@@ -250,6 +250,7 @@ class TextTokenizer:
         if end < 0:
             raise InvalidRequest(
                 "continue_final_message: the chat template drops the text of the last message",
+                hint="send the complete prompt to /v1/completions",
                 param="continue_final_message",
             )
         return rendered[:end].replace(guard.end_mark, "")

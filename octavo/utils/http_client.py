@@ -82,7 +82,10 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise WorkerFailed(f"the response is not JSON: {error}") from error
+        raise WorkerFailed(
+            f"the response is not JSON: {error}",
+            hint="check that the URL is the address of an API server",
+        ) from error
 
 
 def describe_error(response: Response) -> str:

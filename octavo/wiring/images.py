@@ -278,7 +278,8 @@ def _check_fits(config: EngineConfig, layout: ImageLayout, rules: ImageRules) ->
         raise ConfigError(
             f"max_num_batched_tokens: got {scheduler.max_num_batched_tokens:,}, expected at least"
             f" {needed:,}: one step computes the {rows * columns:,} tokens of an image and one"
-            f" token for each of {scheduler.max_num_seqs:,} requests"
+            f" token for each of {scheduler.max_num_seqs:,} requests",
+            hint=f"set max_num_batched_tokens to {needed}, or lower max_num_seqs",
         )
 
 

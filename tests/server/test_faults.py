@@ -261,7 +261,8 @@ def test_before_and_after_there_is_an_engine_the_answer_is_503(method, path, bod
     stopping = ask_app(create_app(models), method, path, json=body)
     assert (
         stopping.status_code == 503
-        and stopping.json()["error"]["message"] == "the server is stopping"
+        and stopping.json()["error"]["message"]
+        == "the server is stopping (hint: try again in a few seconds)"
     )
 
 

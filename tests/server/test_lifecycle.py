@@ -150,7 +150,8 @@ def test_a_template_that_fails(guarded):
         assert response.status_code == 400
         assert (
             response.json()["error"]["message"]
-            == "messages: the chat template failed: roles must take turns"
+            == "messages: the chat template failed: roles must take turns (hint: check the order"
+            " and roles of the messages; --chat-template sets another template)"
         )
         assert http.post("/v1/completions", json=GOOD).status_code == 200
 

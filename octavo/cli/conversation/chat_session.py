@@ -265,7 +265,10 @@ def read_chat(path: Path) -> SavedChat:
     file = read_data_file(path, name="chat", max_bytes=MAX_BYTES, kind="JSON")
     chat = file.convert(SavedChat, hint="use a file written by /save")
     if [one.role for one in chat.messages] != ["user", "assistant"] * (len(chat.messages) // 2):
-        raise ConfigError(f"{path}: not a conversation: user and assistant messages must alternate")
+        raise ConfigError(
+            f"{path}: not a conversation: user and assistant messages must alternate",
+            hint="use a file written by /save",
+        )
     return chat
 
 

@@ -64,7 +64,8 @@ class PrefillService:
             self._socket.bind(endpoint(host, port))
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"kv_transfer_address: cannot listen on {host}:{port}: {error}"
+                f"kv_transfer_address: cannot listen on {host}:{port}: {error}",
+                hint="use an address of this machine and a free port",
             ) from error
         self._task = asyncio.create_task(self._listen(self._socket))
 

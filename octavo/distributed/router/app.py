@@ -61,7 +61,10 @@ class RouterRoutes:
         if self._members.is_stopping:
             raise Unavailable("the router is stopping")
         if not any(member.accepts_requests for member in self._members):
-            raise Unavailable(f"no server is healthy: {self._members.describe_trouble(None)}")
+            raise Unavailable(
+                f"no server is healthy: {self._members.describe_trouble(None)}",
+                hint="GET /router/servers shows the state of each server",
+            )
         return JSONResponse({"status": "ok"})
 
     async def live(self, _: Request) -> Response:

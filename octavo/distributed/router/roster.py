@@ -52,7 +52,10 @@ class Roster:
                 await self._return(number, member)
                 return number
         if len(self._members) >= MAX_SERVERS:
-            raise InvalidRequest(f"url: the router has {MAX_SERVERS} servers, the maximum")
+            raise InvalidRequest(
+                f"url: the router has {MAX_SERVERS} servers, the maximum",
+                hint="remove a server with DELETE /router/servers/NUMBER",
+            )
         member = self._members.add(url)
         self._router.targets.append(member.target)
         number = len(self._members) - 1

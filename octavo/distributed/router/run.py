@@ -35,7 +35,10 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
     server = settings.server
     configure_logging(server)
     if not urls:
-        raise ConfigError("url: got none, expected at least one server")
+        raise ConfigError(
+            "url: got none, expected at least one server",
+            hint="name the servers, such as octavo router http://10.0.0.1:8000 http://10.0.0.2:8000",
+        )
     if len({normalize_server_url(url) for url in urls}) < len(urls):
         raise ConfigError("url: got a server twice", hint="list each server once")
     members, monitor = Members(urls, settings), ServerMonitor(settings)

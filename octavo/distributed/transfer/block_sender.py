@@ -369,7 +369,8 @@ def _listen(
     except zmq.ZMQError as error:
         router.close()
         raise ConfigError(
-            f"kv_transfer_address: cannot listen on {address}, the next port: {error}"
+            f"kv_transfer_address: cannot listen on {address}, the next port: {error}",
+            hint="use an address of this machine and a free port, with free ports above it",
         ) from error
     return router
 

@@ -255,7 +255,9 @@ class ProcessClient:
         if ended and not self._closing:
             self._results.put(None)
             how = describe_exit(self._process.wait())
-            raise EngineDead(f"the engine process has exited ({how})")
+            raise EngineDead(
+                f"the engine process has exited ({how})", hint="the log above shows why"
+            )
         return None
 
     def _note(self, reply: Reply) -> None:

@@ -230,4 +230,7 @@ def _rest(path: Path, lines: Any, decoder: msgspec.json.Decoder[Event]) -> Itera
             try:
                 yield decoder.decode(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path}: line {number} is damaged: {error}") from error
+                raise ConfigError(
+                    f"{path}: line {number} is damaged: {error}",
+                    hint="record again; a recording that was cut off has an incomplete last line",
+                ) from error

@@ -243,7 +243,8 @@ class TorchBackend(Backend):
                 for layout, count in zip(layouts, num_blocks, strict=True)
             )
             raise ConfigError(
-                f"the KV cache needs {needed} bytes, which the device cannot allocate: {error}"
+                f"the KV cache needs {needed} bytes, which the device cannot allocate: {error}",
+                hint="lower max_model_len, max_num_seqs or gpu_memory_utilization",
             ) from None
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ async def list_models(
         raise Unavailable("the server is stopping")
     if service.models.is_starting:
         reasons = "; ".join(slot.trouble for slot in service.models)
-        raise Unavailable(reasons, hint="try again in a few seconds")
+        raise Unavailable(reasons)
     await service.known.describe(service.models)
     if VERSION_HEADER in request.headers:
         slots = list(service.models)

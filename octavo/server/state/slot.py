@@ -58,7 +58,7 @@ class EngineSlot:
         self._llm = llm
         self._formats: ModelFormats | None = None
         self._progress = "starting"
-        self._refusal = ""
+        self._drain_reason = ""
         """Reason for rejecting new requests while draining."""
         self._failure = ""
         self.error: Exception | None = None
@@ -77,7 +77,7 @@ class EngineSlot:
     def state(self) -> SlotState:
         if self._failure:
             return "failed"
-        if self._refusal:
+        if self._drain_reason:
             return "draining"
         if self._is_unloaded:
             return "unloaded"
@@ -86,14 +86,14 @@ class EngineSlot:
     @property
     def reason(self) -> str:
         """Load progress, or why it accepts no requests; "" if it is ready."""
-        words = {"failed": self._failure, "draining": self._refusal, "loading": self._progress}
+        words = {"failed": self._failure, "draining": self._drain_reason, "loading": self._progress}
         return words.get(self.state, "")
 
     @property
     def llm(self) -> AsyncLLM:
         """The engine, for new requests; raises Unavailable unless it is ready."""
-        if self._refusal:
-            raise Unavailable(self._refusal)
+        if self._drain_reason:
+            raise Unavailable(self._drain_reason)
         if self._failure:
             raise Unavailable(
                 f"the model `{self.name}` failed to load: {self._failure}",
@@ -104,10 +104,7 @@ class EngineSlot:
                 f"the model `{self.name}` is not loaded", hint="the next request loads it"
             )
         if self._llm is None:
-            raise Unavailable(
-                f"the model `{self.name}` is not ready yet: {self._progress}",
-                hint="try again in a few seconds",
-            )
+            raise Unavailable(f"the model `{self.name}` is not ready yet: {self._progress}")
         return self._llm
 
     @property
@@ -176,7 +173,7 @@ class EngineSlot:
 
     @property
     def is_draining(self) -> bool:
-        return bool(self._refusal)
+        return bool(self._drain_reason)
 
     def answers_to(self, name: str) -> bool:
         """Returns whether a name is the model's public name or its reference, in any spelling of
@@ -196,7 +193,7 @@ class EngineSlot:
     def set_cancel(self, cancel: Callable[[], None]) -> None:
         """Sets the function that cancels the load; calls it if the load was already cancelled."""
         self._cancel = cancel
-        if self._refusal:
+        if self._drain_reason:
             cancel()
 
     def begin_load(self) -> None:
@@ -217,7 +214,7 @@ class EngineSlot:
     def reset(self) -> None:
         """Returns to the state unloaded, after the engine has ended."""
         self.drop_engine()
-        self._refusal = self._failure = ""
+        self._drain_reason = self._failure = ""
         self._is_unloaded = True
         self.memory_bytes = 0
 
@@ -229,11 +226,11 @@ class EngineSlot:
 
     def drain(self, reason: str = "the server is stopping") -> None:
         """Rejects new requests; running ones continue."""
-        self._refusal = reason
+        self._drain_reason = reason
 
     def close(self) -> None:
         """Shuts down the engine, or cancels its load; running requests fail."""
-        self._refusal = self._refusal or "the server is stopping"
+        self._drain_reason = self._drain_reason or "the server is stopping"
         if self._llm is not None:
             self._llm.close()
         elif self._cancel is not None:

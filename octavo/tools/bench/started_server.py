@@ -39,7 +39,10 @@ def started_server(options: Mapping[str, Any]) -> Iterator[str]:
     try:
         yield _url(process)
         if (code := process.poll()) is not None:
-            raise EngineDead(f"the server ended before the benchmark did ({describe_exit(code)})")
+            raise EngineDead(
+                f"the server ended before the benchmark did ({describe_exit(code)})",
+                hint="the messages above show why",
+            )
     finally:
         process.terminate()
         end_process(process, END_S)
@@ -54,7 +57,9 @@ def _url(process: subprocess.Popen[str]) -> str:
             threading.Thread(target=_forward_lines, args=(process.stderr,), daemon=True).start()
             return match[1]
         sys.stderr.write(line)
-    raise ConfigError(f"the server did not start (exit code {process.wait()})")
+    raise ConfigError(
+        f"the server did not start (exit code {process.wait()})", hint="the messages above show why"
+    )
 
 
 def _forward_lines(lines: Iterator[str]) -> None:

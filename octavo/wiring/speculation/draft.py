@@ -40,7 +40,8 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
     """Raises ConfigError if a Program cannot draft for the target."""
     if "pooled" in draft.outputs:
         raise ConfigError(
-            f"spec_model: got {name}, which is an encoder; expected a model that generates"
+            f"spec_model: got {name}, which is an encoder; expected a model that generates",
+            hint="name a small decoder with the same tokenizer, or use --spec suffix",
         )
     check_keeps_tokens(target, "the model", "draft_model")
     check_keeps_tokens(draft, f"spec_model {name}", "draft_model")

@@ -88,5 +88,6 @@ def first_that_computes(
             return choice
         unsupported.append(f"{choice.name}: {', '.join(sorted(reasons))}")
     raise BackendUnavailable(
-        f"the torch backend cannot run attention with {'; '.join(unsupported)} (in {program.name})"
+        f"the torch backend cannot run attention with {'; '.join(unsupported)} (in {program.name})",
+        hint="use --attention-backend auto, or --backend native on CPUs",
     )
