@@ -7,10 +7,12 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ DEFAULT_SERVER = "octavo serve smollm2"
 """What a reader has started before a page's first request, unless the page starts a server."""
 CONSOLE = re.compile(r"^    \$ (.+)\n((?:    (?!\$ ).+\n)*)", re.MULTILINE)
 """A command of a docstring, and what it prints."""
-PORT = re.compile(r"(?<=127\.0\.0\.1:)80\d\d|(?<=--port )80\d\d")
+PORT = re.compile(r"(?<=127\.0\.0\.\d:)80\d\d|(?<=--port )80\d\d")
 PLACEHOLDERS = {
     r"\bMODEL\b": "smollm2",
     r"(?<= )/data/": "data/",
@@ -34,6 +36,10 @@ PLACEHOLDERS = {
     r"cross-encoder/[\w-]+": "minilm",
 }
 """Words of the examples for which readers write their own."""
+KEY = "sk-one"
+"""Key of the access guide's key file."""
+UNTIL_STOPPED = ("octavo top", "octavo replay")
+"""Commands that print something and then run until they are stopped."""
 TYPED = {"octavo chat": "Name the capital of France.\n/bye\n"}
 """What a reader types into a command."""
 
@@ -64,6 +70,10 @@ class Example(NamedTuple):
     @property
     def is_server(self) -> bool:
         return self.language == "shell" and self.words[:2] == ["octavo", "serve"]
+
+    @property
+    def is_router(self) -> bool:
+        return self.language == "shell" and self.words[:2] == ["octavo", "route"]
 
 
 class Ended(NamedTuple):
@@ -104,9 +114,11 @@ class DocSession:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.placeholders: Mapping[str, str] = {}
+        """The page's own placeholders."""
         self._ports: dict[str, str] = {}
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
-        """Running servers by their documented ports."""
+        """Running servers by their documented addresses."""
         self._command = ""
         self._section: str | None = None
         """The command of the server at port 8000, and the section whose requests it answers."""
@@ -124,11 +136,17 @@ class DocSession:
         text = self._filled(example.text)
         if example.is_server:
             self._section = example.section
-            return self._serve(text, example.words)
+            return self._serve(text)
+        if example.is_router:
+            return self._start("router", f"{text} --port {self._port('8080')}", "routing to ")
+        if example.text.startswith("export "):
+            return self._export(text)
+        if example.text.startswith(UNTIL_STOPPED):
+            return self._interrupt(text)
         if "127.0.0.1:8000" in example.text and self._section != example.section:
             self._section = example.section
             if self._command != example.server:
-                self._serve(self._filled(example.server), example.server.split())
+                self._serve(self._filled(example.server))
         if example.language == "python":
             name = Path(example.page).stem if example.page.endswith(".py") else "example"
             script = self.folder / f"{name}.py"
@@ -157,15 +175,51 @@ class DocSession:
         )
         return Ended(ended.returncode, ended.stdout, ended.stderr)
 
-    def _serve(self, text: str, words: list[str]) -> Ended:
-        """Starts a server in place of one at the same port; returns its answer to a question."""
-        port = words[words.index("--port") + 1] if "--port" in words else "8000"
-        if port in self._servers:
-            self.close()
-        if port == "8000":
+    def _export(self, text: str) -> Ended:
+        """Sets variables for the commands that follow."""
+        ended = self._run(["bash", "-c", f"{text.partition('#')[0]}\nenv -0"])
+        variables = dict(line.split("=", 1) for line in ended.out.split("\0") if "=" in line)
+        names = re.findall(r"(\w+)=", text)
+        self._environment |= {name: variables[name] for name in names}
+        return ended._replace(out=" ".join(names))
+
+    def _interrupt(self, text: str) -> Ended:
+        """Runs a command until it has printed a line, and interrupts it."""
+        log = self.folder / "interrupted.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {text}"],
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        until(lambda: "\n" in log.read_text() or process.poll() is not None, START_S)
+        process.send_signal(signal.SIGINT)
+        code = process.wait(60)
+        return Ended(0 if code == 130 else code, log.read_text(), log.read_text())
+
+    def _serve(self, text: str) -> Ended:
+        """Starts a server in place of one at the same address; returns its answer to a question."""
+        words = shlex.split(text, comments=True)
+        host = words[words.index("--host") + 1] if "--host" in words else "127.0.0.1"
+        port = words[words.index("--port") + 1] if "--port" in words else self._port("8000")
+        if port == self._port("8000"):
             self._command = text
         if "--port" not in words:
-            text = text.replace(" serve", f" serve --port {self._port(port)}", 1)
+            text = text.replace(" serve", f" serve --port {port}", 1)
+        ended = self._start(f"{host}:{port}", text, "\ntry: ")
+        if ended.code:
+            return ended
+        key = words[words.index("--api-key") + 1] if "--api-key" in words else KEY
+        question = ended.out.rpartition("\ntry: ")[2].splitlines()[0]
+        return self._run(["bash", "-c", question.replace("$OCTAVO_API_KEY", key)])
+
+    def _start(self, address: str, text: str, ready: str) -> Ended:
+        """Starts a server in place of one at the same address; returns its log."""
+        if address in self._servers:
+            self.close()
         log = self.folder / f"server-{len(list(self.folder.glob('server-*.log')))}.log"
         with log.open("wb") as file:
             server = subprocess.Popen(
@@ -176,20 +230,16 @@ class DocSession:
                 stdout=file,
                 stderr=file,
             )
-        self._servers[port] = server
-        until(lambda: "\ntry: " in log.read_text() or server.poll() is not None, START_S)
-        if server.poll() is not None or "\ntry: " not in log.read_text():
+        self._servers[address] = server
+        until(lambda: ready in log.read_text() or server.poll() is not None, START_S)
+        if server.poll() is not None or ready not in log.read_text():
             server.kill()
-            code = self._servers.pop(port).wait(60)
+            code = self._servers.pop(address).wait(60)
             return Ended(code or 1, "", log.read_text())
-        return self._run(["bash", "-c", self._question(log.read_text())])
-
-    def _question(self, log: str) -> str:
-        """Returns the command that a server suggests when it is ready."""
-        return log.rpartition("\ntry: ")[2].splitlines()[0]
+        return Ended(0, log.read_text(), "")
 
     def _filled(self, text: str) -> str:
-        for pattern, value in PLACEHOLDERS.items():
+        for pattern, value in {**self.placeholders, **PLACEHOLDERS}.items():
             text = re.sub(pattern, value, text)
         return PORT.sub(lambda found: self._port(found[0]), text)
 

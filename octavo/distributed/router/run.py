@@ -37,7 +37,7 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
     if not urls:
         raise ConfigError(
             "url: got none, expected at least one server",
-            hint="name the servers, such as octavo router http://10.0.0.1:8000 http://10.0.0.2:8000",
+            hint="name the servers, such as octavo route http://10.0.0.1:8000 http://10.0.0.2:8000",
         )
     if len({normalize_server_url(url) for url in urls}) < len(urls):
         raise ConfigError("url: got a server twice", hint="list each server once")
