@@ -52,7 +52,7 @@ def convert_whisper(source: Path, target: Path) -> None:
     """
     variables = read_variables(source / "model.bin")
     target.mkdir(parents=True, exist_ok=True)
-    _write_tensors(target, dict(_renamed(variables)))
+    _write_tensors(target, dict(_rename_tensors(variables)))
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     ids = {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
     config = json.loads((source / "config.json").read_text())
@@ -118,7 +118,7 @@ class _Reader:
         return self.take(self.number("<H")).rstrip(b"\0").decode("utf-8", "replace")
 
 
-def _renamed(variables: Variables) -> Iterator[tuple[str, NDArray[Any]]]:
+def _rename_tensors(variables: Variables) -> Iterator[tuple[str, NDArray[Any]]]:
     """Yields the tensors under their names in transformers."""
     for stack in ("encoder", "decoder"):
         module = f"model.{stack}"

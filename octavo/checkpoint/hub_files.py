@@ -143,7 +143,7 @@ def _named(reference: HubReference, models: Sequence[GgufModel]) -> GgufModel:
     if matching:
         return matching[0]
     raise NotOnHub(
-        f"{reference.repository} has {what}: {_described(models)}", hint=_hint(reference, models)
+        f"{reference.repository} has {what}: {_list_models(models)}", hint=_hint(reference, models)
     )
 
 
@@ -163,7 +163,7 @@ def find_quant(models: Sequence[GgufModel], quant: str) -> list[GgufModel]:
     return next((found for way in ways if (found := [*filter(way, models)])), [])
 
 
-def _described(models: Sequence[GgufModel]) -> str:
+def _list_models(models: Sequence[GgufModel]) -> str:
     """Returns a text that lists the available models."""
     names = dict.fromkeys(model.quant or model.main for model in models)
     return f"available are {', '.join(names)}" if names else "it has no GGUF files"

@@ -76,7 +76,7 @@ def check_weights(checkpoint: Checkpoint, weights: Iterable[Weight]) -> set[str]
         for weight in weights
         if weight.fill is None
         for part in weight.stored_parts
-        for name in _checked(checkpoint, part)
+        for name in _check_names(checkpoint, part)
     }
 
 
@@ -120,7 +120,7 @@ def _reads_others_keys(config: dict[str, object], layer: int) -> bool:
     return layer >= num_layers - num_shared
 
 
-def _checked(checkpoint: Checkpoint, weight: Weight) -> Iterator[str]:
+def _check_names(checkpoint: Checkpoint, weight: Weight) -> Iterator[str]:
     """Yields the stored names of a weight's tensors; raises WeightMismatch for an
     unexpected shape.
     """

@@ -221,18 +221,18 @@ class WeightReader:
         differs.
         """
         if weight.fill is not None:
-            return PackedWeight.plain(_filled(weight.shape, weight.fill))
+            return PackedWeight.plain(_fill(weight.shape, weight.fill))
         with np.errstate(
             invalid="ignore", over="ignore"
         ):  # NaN from a damaged file fails the requests that read it
             if weight.stored_as:
-                return _remade([self._load(part) for part in weight.stored_parts], weight)
+                return _repack([self._load(part) for part in weight.stored_parts], weight)
             return self._load(weight)
 
     def _load(self, weight: Weight) -> StoredWeight:
         parts = [self._part(name, weight) for name in weight.tensor_names]
         stacked = len(parts) > 1 or len(weight.shape) == len(parts[0].shape) + 1
-        packed = self._stacked(parts, weight) if stacked else parts[0]
+        packed = self._stack(parts, weight) if stacked else parts[0]
         if packed.shape[:-1] != weight.shape[:-1] or packed.shape[-1] != self._num_read(weight):
             raise WeightMismatch(
                 f"{self._checkpoint.path}: {weight.name} has shape {packed.shape}, expected"
@@ -244,7 +244,7 @@ class WeightReader:
         packed = self._in_precision(packed, weight)
         return packed if packed.shape == weight.shape else _inputs(packed, weight)
 
-    def _stacked(self, parts: Sequence[StoredWeight], weight: Weight) -> PackedWeight:
+    def _stack(self, parts: Sequence[StoredWeight], weight: Weight) -> PackedWeight:
         """Stacks a weight's parts; parts of different formats are allowed if they are converted."""
         packed_parts = [part.packed() for part in parts]
         if len({_format(part) for part in packed_parts}) > 1:
@@ -431,7 +431,7 @@ def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
         ) from None
 
 
-def _filled(shape: tuple[int, ...], fill: Fill) -> NDArray[np.float32]:
+def _fill(shape: tuple[int, ...], fill: Fill) -> NDArray[np.float32]:
     """Returns a computed weight that no checkpoint contains."""
     if isinstance(fill, Growth):
         steps = (np.arange(shape[0]) + fill.shift) // fill.floor
@@ -456,7 +456,7 @@ def _filled(shape: tuple[int, ...], fill: Fill) -> NDArray[np.float32]:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
-def _remade(parts: Sequence[StoredWeight], weight: Weight) -> StoredWeight:
+def _repack(parts: Sequence[StoredWeight], weight: Weight) -> StoredWeight:
     """Returns a weight in its own shape, built from the checkpoint's tensors."""
     first, *others = (part.packed().codes if part.is_float else part.dequantize() for part in parts)
     if weight.stored_as == "row":

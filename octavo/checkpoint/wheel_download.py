@@ -47,7 +47,7 @@ def fetch_files(
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / f".{name}.lock"):
+        with _lock(folder.parent / f".{name}.lock"):
             total = sum(file.num_bytes for file in files)
             with _bar(f"checking {name}", total, shown=progress) as advance:
                 missing = [
@@ -259,7 +259,7 @@ def _chunks(source: IO[bytes]) -> Iterator[bytes]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     """Locks a model across processes; a waiting process then finds its files."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

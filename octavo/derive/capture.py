@@ -195,7 +195,7 @@ class CallRecorder:
         return masks
 
     def identified_experts(self) -> list[ExpertModule]:
-        return [_identified(module, self.names[module], self.model_type) for module in self.experts]
+        return [_identify(module, self.names[module], self.model_type) for module in self.experts]
 
     def run_experts(self, module: Any, x: Any, ids: Any, weights: Any) -> Any:
         if getattr(module, "has_post_expert_norm", False):
@@ -205,7 +205,7 @@ class CallRecorder:
         return torch.ops.octavo_derive.experts(x, ids, weights, self.experts.index(module))
 
 
-def _identified(module: Any, name: str, model_type: str) -> ExpertModule:
+def _identify(module: Any, name: str, model_type: str) -> ExpertModule:
     """Identifies the function of an experts module by its values."""
     gate: ActMul | Act | None
     if module.has_gate:

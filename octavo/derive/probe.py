@@ -104,7 +104,7 @@ class Prober:
                     order = torch.arange(width).reshape(2, -1).T.reshape(-1)
                     turned = partial(_arranged_region, region, width, order)
                     op = find_rope(turned, x, out, width, num_tokens)
-                    far = _arranged(far, width, order)
+                    far = _arrange(far, width, order)
             if op is not None:
                 (rotated,) = evaluate(op, {x: values}, first_position=self._graph.far_position)
                 op = op if are_equal(rotated, far, FAR_TOLERANCE) else None
@@ -278,9 +278,9 @@ class Prober:
 def _arranged_region(
     region: Region, width: int, order: Any, values: Any, parameters: Mapping[str, Any]
 ) -> Any:
-    return _arranged(region(values, parameters), width, order)
+    return _arrange(region(values, parameters), width, order)
 
 
-def _arranged(rows: Any, width: int, order: Any) -> Any:
+def _arrange(rows: Any, width: int, order: Any) -> Any:
     """Returns rows `[T, W]` with the columns of each head in another order."""
     return rows.reshape(len(rows), -1, width)[..., order].reshape(len(rows), -1)

@@ -39,7 +39,7 @@ class StoredTensors:
     def __init__(self, model: Any) -> None:
         shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
         self._index = {name: index for index, name in enumerate(shapes)}
-        numbers = {name: self._numbered(name, shape, model) for name, shape in shapes.items()}
+        numbers = {name: self._number(name, shape, model) for name, shape in shapes.items()}
         self._tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, numbers)
         runs = sorted(
             (first, name, row)
@@ -56,7 +56,7 @@ class StoredTensors:
         self._runs = [(name, row) for _, name, row in runs]
         """Tensor and row at which each run starts."""
 
-    def _numbered(self, name: str, shape: tuple[int, ...], model: Any) -> torch.Tensor:
+    def _number(self, name: str, shape: tuple[int, ...], model: Any) -> torch.Tensor:
         """Numbers the rows of a parameter: its first axis, or the last but one of stacked ones."""
         start = self._index[name] * PARAMETER
         if len(shape) < 2:

@@ -155,7 +155,7 @@ def _build_worker(
     # All ranks keep the same blocks for other engines, each its own part.
     max_bytes = options.kv_transfer_size * sum(own_bytes) // sum(heads.block_bytes())
     listen = _rank_endpoint(options, heads.rank) if options.prefills_for_peers else None
-    ends = TransferAddresses(
+    addresses = TransferAddresses(
         slots.fingerprint,
         listen,
         options.kv_transfer_secret,
@@ -163,7 +163,7 @@ def _build_worker(
         max_bytes,
     )
     shapes = [HostShape(slots.num_slots, size) for size in own_bytes]
-    return TransferWorker(shapes, ends, _build_transport(options), heads, reports)
+    return TransferWorker(shapes, addresses, _build_transport(options), heads, reports)
 
 
 def _rank_endpoint(options: TransferOptions, rank: int) -> str:

@@ -191,8 +191,8 @@ class Frontend:
         return self.adapters.find(request)
 
     def get_pooling_inputs(self, *tasks: PoolingTask) -> PoolingInputs:
-        """Returns the validation of pooling requests; raises InvalidRequest if the model has none
-        of the tasks.
+        """Returns the object that validates pooling requests; raises InvalidRequest if the model
+        has none of the tasks.
         """
         name = self.config.model.served_model_name
         what = " or ".join(TASKS[task] for task in tasks)

@@ -114,7 +114,7 @@ class KVEventPublisher:
                 self._stored.apply(event)
                 if isinstance(event, BlocksCleared):
                     self._epoch = secrets.token_bytes(EPOCH_BYTES)
-            number, payload = self._next, self._encoded(events)
+            number, payload = self._next, self._encode(events)
             self._next += 1
             self._batches.append((number, payload))
             self._inbox.send_multipart([number.to_bytes(8, "big"), payload])
@@ -149,7 +149,7 @@ class KVEventPublisher:
             ) from None
         return socket
 
-    def _encoded(self, events: Sequence[BlockEvent]) -> bytes:
+    def _encode(self, events: Sequence[BlockEvent]) -> bytes:
         wire = [wire_event(event, self._root, self._block_size) for event in events]
         return self._encoder.encode(KVEventBatch(time.time(), wire, self._engine))
 
@@ -180,7 +180,7 @@ class KVEventPublisher:
             epoch = self._epoch
             if query == SNAPSHOT:
                 # The snapshot covers all batches below this number.
-                answers = [(self._next, self._encoded(self._stored.events()))]
+                answers = [(self._next, self._encode(self._stored.events()))]
             elif len(query) == NUMBER_BYTES or query[NUMBER_BYTES:] == epoch:
                 first = int.from_bytes(query[:NUMBER_BYTES], "big")
                 answers = [one for one in self._batches if one[0] >= first]

@@ -102,7 +102,7 @@ class PoolingInputs:
     ) -> ParentRequest:
         """Checks a request and tokenizes its prompt."""
         origin = self.inputs.checked_origin(origin)
-        params = self._resolved(params)
+        params = self._resolve(params)
         if isinstance(prompt, TextPair):
             read = self._read_pair(prompt, self._limit(params))
         elif isinstance(prompt, MarkedText):
@@ -134,7 +134,7 @@ class PoolingInputs:
             origin=replace(origin, priority=request.priority),
         )
 
-    def _resolved(self, params: PoolingParams) -> PoolingParams:
+    def _resolve(self, params: PoolingParams) -> PoolingParams:
         """Returns the params with the checkpoint's values for unset fields. The model-independent
         checks are repeated.
         """

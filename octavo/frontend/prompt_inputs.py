@@ -135,7 +135,7 @@ class PromptInputs:
         messages, sources = extract_images(messages)
         if not sources:
             token_ids = tokenizer.apply_chat_template(messages, rendering, check=check)
-            return {"prompt_token_ids": _truncated(token_ids, truncation)}
+            return {"prompt_token_ids": _truncate(token_ids, truncation)}
         if truncation is not None:
             raise InvalidRequest(
                 "truncate_prompt_tokens: not supported with images",
@@ -162,7 +162,7 @@ class PromptInputs:
         text, token_ids, salt = self.read_prompt(
             prompt, add_special_tokens=add_special_tokens, may_be_long=truncation is not None
         )
-        cut = _truncated(token_ids, truncation)
+        cut = _truncate(token_ids, truncation)
         return {
             "prompt": text if len(cut) == len(token_ids) else None,
             "prompt_token_ids": cut,
@@ -208,7 +208,7 @@ def to_int_ids(token_ids: list[Any]) -> list[int]:
     return [number for number in numbers if number is not None]
 
 
-def _truncated(token_ids: list[int], truncation: Truncation | None) -> list[int]:
+def _truncate(token_ids: list[int], truncation: Truncation | None) -> list[int]:
     if truncation is None or len(token_ids) <= truncation.max_tokens:
         return token_ids
     if truncation.side == "right":

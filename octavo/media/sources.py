@@ -26,7 +26,7 @@ def read_source(source: str, limits: ImageLimits) -> bytes:
     if scheme == "data":
         return _from_data_url(source, limits)
     if scheme in ("http", "https"):
-        return _fetched(source, limits)
+        return _fetch(source, limits)
     return read_file(source, limits)
 
 
@@ -89,7 +89,7 @@ def _from_data_url(url: str, limits: ImageLimits) -> bytes:
     return read_base64(url[head.end() :], limits)
 
 
-def _fetched(url: str, limits: ImageLimits) -> bytes:
+def _fetch(url: str, limits: ImageLimits) -> bytes:
     if not limits.fetches_urls:
         raise limits.error(
             f"got the address {url[:80]!r}, but fetching URLs is disabled",

@@ -230,12 +230,12 @@ class _HeadBuilder:
         """
         self.builder.kv_write(FEATURES, 0, (row,), None)
         program = self.builder.finish(logits=logits)
-        found = replace(program, ops=tuple(_renumbered(op, numbers) for op in program.ops))
+        found = replace(program, ops=tuple(_renumber(op, numbers) for op in program.ops))
         found.check()
         return found
 
 
-def _renumbered(op: Op, numbers: Mapping[int, int]) -> Op:
+def _renumber(op: Op, numbers: Mapping[int, int]) -> Op:
     number = numbers.get(getattr(op, "layer", -1))
     if number is None or getattr(op, "group", FEATURES) == FEATURES:
         return op

@@ -62,7 +62,7 @@ class GatedDelta:
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         name, at = f"model.layers.{layer}.linear_attn", self.index[layer]
-        rows, gate = (self._stacked if self.stacked else self._project_apart)(b, x, name)
+        rows, gate = (self._stack if self.stacked else self._project_apart)(b, x, name)
         beta, dt = self._steps(b, x, name)
         q, k, v = short_conv(
             b, rows, f"{name}.conv1d", CONV, at, activation=self.activation, widths=self.widths
@@ -85,7 +85,7 @@ class GatedDelta:
         qkv = b.linear(x, f"{name}.in_proj_qkv", sum(self.widths))
         return qkv, b.linear(x, f"{name}.in_proj_z", self.widths[2])
 
-    def _stacked(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
+    def _stack(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
         """Appends the same projections for a module that interleaves q, k, v and gate by
         key head.
         """

@@ -123,7 +123,7 @@ def _two_layers(b: Builder, x: Value, config: HfConfig) -> Value:
     return b.linear(active, f"{PROJECTOR}.linear_2", width, bias=bias)
 
 
-def _merged(b: Builder, x: Value, config: HfConfig) -> Value:
+def _append_mistral3_projector(b: Builder, x: Value, config: HfConfig) -> Value:
     """Appends Mistral 3's projector: the merger of a cell's patches, then LLaVA's, without biases
     by default.
     """
@@ -137,13 +137,13 @@ def _projector_norm(b: Builder, x: Value, config: HfConfig) -> Value:
     return b.rms_norm(x, f"{PROJECTOR}.norm", config.number("rms_norm_eps", 1e-6))
 
 
-def _shuffled(b: Builder, x: Value, config: HfConfig) -> Value:
+def _append_idefics3_projector(b: Builder, x: Value, config: HfConfig) -> Value:
     """Appends Idefics 3's projector: one linear layer over a cell's patches."""
     name = "model.connector.modality_projection.proj"
     return b.linear(x, name, config.size("hidden_size"))
 
 
-def _normed(b: Builder, x: Value, config: HfConfig) -> Value:
+def _append_internvl_projector(b: Builder, x: Value, config: HfConfig) -> Value:
     """Appends InternVL's projector: a layer norm over a cell's patches, then LLaVA's."""
     return _two_layers(b, b.layer_norm(x, f"{PROJECTOR}.layer_norm", 1e-5), config)
 
@@ -306,7 +306,7 @@ IDEFICS3_TEXTS = TileTexts(
 IDEFICS3 = ImageTextFamily(
     text="llama",
     vision="idefics3_vision",
-    projector=_shuffled,
+    projector=_append_idefics3_projector,
     layout=_idefics3_layout,
     prefix="model.vision_model.",
 )
@@ -315,7 +315,7 @@ FAMILIES: dict[str, ImageTextFamily] = {
     "internvl": ImageTextFamily(
         text="qwen2",
         vision="internvl_vision",
-        projector=_normed,
+        projector=_append_internvl_projector,
         layout=_internvl_layout,
     ),
     "llava": ImageTextFamily(
@@ -342,7 +342,7 @@ FAMILIES: dict[str, ImageTextFamily] = {
     "mistral3": ImageTextFamily(
         text="mistral",
         vision="pixtral",
-        projector=_merged,
+        projector=_append_mistral3_projector,
         layout=_mistral3_layout,
         finish=_projector_norm,
         feature_layer=-1,

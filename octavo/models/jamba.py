@@ -25,7 +25,7 @@ FRAME = Frame(
 
 def build(config: HfConfig) -> dict[str, Program]:
     shape = DecoderShape.read(config, num_kv_heads=8)
-    attends = _chosen(config, shape.num_layers, "attn_layer", period=8, offset=4)
+    attends = _get_chosen_layers(config, shape.num_layers, "attn_layer", period=8, offset=4)
     plan = LayerPlan(attends, [not each for each in attends])
     inner = int(config.positive("mamba_expand", 2) * shape.hidden_size)
     sizes = StateSpace(
@@ -55,7 +55,7 @@ def build(config: HfConfig) -> dict[str, Program]:
 def _mlp(config: HfConfig, num_layers: int) -> Sublayer:
     width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
     num_experts, top_k = config.count("num_experts", 16), config.count("num_experts_per_tok", 2)
-    routes = _chosen(config, num_layers, "expert_layer", period=2, offset=1)
+    routes = _get_chosen_layers(config, num_layers, "expert_layer", period=2, offset=1)
 
     def mlp(b: Builder, x: Value, layer: int) -> Value:
         name = f"model.layers.{layer}.feed_forward"
@@ -74,7 +74,7 @@ def _mlp(config: HfConfig, num_layers: int) -> Sublayer:
     return mlp
 
 
-def _chosen(
+def _get_chosen_layers(
     config: HfConfig, num_layers: int, name: str, *, period: int, offset: int
 ) -> list[bool]:
     """Returns for each layer whether it is one of every `period`, starting at `offset`."""

@@ -112,9 +112,9 @@ class Llama4Mlp:
         if layer not in self.moe_layers:
             return gated_mlp(b, x, name, self.dense_width, self.activation)
         shared = gated_mlp(b, x, f"{name}.shared_expert", self.width, self.activation)
-        return b.add(shared, self._routed(b, x, name))
+        return b.add(shared, self._route(b, x, name))
 
-    def _routed(self, b: Builder, x: Value, name: str) -> Value:
+    def _route(self, b: Builder, x: Value, name: str) -> Value:
         logits = b.linear(x, f"{name}.router", self.num_experts)
         routed = b.route(x, logits, self.top_k, score="sigmoid_top_k", scales_rows=True)
         append = gated_experts if self.separate else stacked_experts

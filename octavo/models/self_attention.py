@@ -138,7 +138,7 @@ class SelfAttention:
             q = b.rope(q, shape.num_heads, rope, style=self.rope_style)
             k = b.rope(k, shape.num_kv_heads, rope, style=self.rope_style)
             if self.turned_norms:
-                q, k = self._scaled(b, q, f"{name}.q"), self._scaled(b, k, f"{name}.k")
+                q, k = self._scale(b, q, f"{name}.q"), self._scale(b, k, f"{name}.k")
         if has_norms and self.norms_last:
             q, k = self._both_normed(b, (q, k), name)
         growth = self.growths[layer] if self.growths else None
@@ -182,16 +182,16 @@ class SelfAttention:
             for part in ("k_proj", "v_proj")
         ]
 
-    def _scaled(self, b: Builder, x: Value, name: str) -> Value:
+    def _scale(self, b: Builder, x: Value, name: str) -> Value:
         return b.rms_norm(
             x, name, self.shape.norm_eps, has_weight=False, group_width=self.shape.head_dim
         )
 
     def _both_normed(self, b: Builder, parts: tuple[Value, Value], name: str) -> list[Value]:
         names = zip(parts, self.norm_names, strict=True)
-        return [self._normed(b, x, f"{name}.{norm}") for x, norm in names]
+        return [self._normalize(b, x, f"{name}.{norm}") for x, norm in names]
 
-    def _normed(self, b: Builder, x: Value, name: str) -> Value:
+    def _normalize(self, b: Builder, x: Value, name: str) -> Value:
         eps, dim = self.shape.norm_eps, self.shape.head_dim
         if self.own_norms == "shared":
             return b.layer_norm(x, name, eps, group_width=dim)

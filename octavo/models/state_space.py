@@ -88,7 +88,7 @@ class Mamba1:
             bias=sizes.conv_bias,
             activation=sizes.activation,
         )
-        dt, left, right = self._selected(b, mixed, name)
+        dt, left, right = self._append_selection(b, mixed, name)
         dt = b.linear(dt, f"{name}.dt_proj", inner, bias=True)
         scanned = selective_scan(
             b, (mixed, dt, left, right), name, STATE, at, state_size=state, by_state=True
@@ -96,7 +96,7 @@ class Mamba1:
         gated = b.act_mul(gate, scanned, "silu")
         return b.linear(gated, f"{name}.out_proj", x.width, bias=sizes.bias)
 
-    def _selected(self, b: Builder, x: Value, name: str) -> tuple[Value, Value, Value]:
+    def _append_selection(self, b: Builder, x: Value, name: str) -> tuple[Value, Value, Value]:
         """Appends dt, b and c from the convolved rows."""
         state, total = self.sizes.state_size, self.rank + 2 * self.sizes.state_size
         starts = (0, self.rank, self.rank + state)

@@ -255,7 +255,7 @@ class _Builder:
             return Weight(name, shape, stored_as="row")
         return Weight(name, shape, (name,) if shape[0] == 1 else ())
 
-    def _scaled(self, x: Value, layer: str, index: int) -> Value:
+    def _scale(self, x: Value, layer: str, index: int) -> Value:
         """Multiplies rows by the vector of a sublayer, if the tower has them."""
         if self.vit.style.scales is None:
             return x
@@ -291,9 +291,9 @@ class _Builder:
             q, k = (self.b.rope(part, vit.shape.num_heads, rope) for part in (q, k))
         attended = attend(self.b, (q, k, v), vit.shape, i)
         out = self.b.linear(attended, f"{attention}.{style.out}", width, bias=style.out_bias)
-        x = self.b.add(x, self._scaled(out, layer, 0))
+        x = self.b.add(x, self._scale(out, layer, 0))
         inner = self._mlp(self.norm(x, f"{layer}.{style.norms[1]}"), layer)
-        return self.b.add(x, self._scaled(inner, layer, 1))
+        return self.b.add(x, self._scale(inner, layer, 1))
 
     def _mlp(self, x: Value, layer: str) -> Value:
         b, vision, style = self.b, self.vit.vision, self.vit.style

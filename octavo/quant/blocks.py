@@ -217,7 +217,7 @@ class BlockWeight:
             return _side_by_side(
                 self.blocks, planes[0].start, self.block_size * planes[0].bits // 8
             ).reshape(*lead, -1)
-        codes = _joined(self.blocks, self.block_size, planes)
+        codes = _join(self.blocks, self.block_size, planes)
         if self.layout.bits > 4:
             return codes.reshape(*lead, -1)
         pairs = codes.reshape(*lead, -1, 2, half)
@@ -227,7 +227,7 @@ class BlockWeight:
 StoredWeight = PackedWeight | BlockWeight
 
 
-def _joined(blocks: Bytes, block_size: int, planes: Sequence[Plane]) -> Bytes:
+def _join(blocks: Bytes, block_size: int, planes: Sequence[Plane]) -> Bytes:
     """Combines bit planes into the codes of every block, `[..., blocks, block_size]`."""
     codes, low = np.zeros((*blocks.shape[:-1], block_size), np.uint8), 0
     for plane in planes:

@@ -82,7 +82,7 @@ class CodeLayout(NamedTuple):
             if factors is not None:
                 factors[part] = own
             codes[part] = (
-                _paired(indices[decoded.view(np.uint8)]) if decoded.dtype == np.int8 else decoded
+                _pair(indices[decoded.view(np.uint8)]) if decoded.dtype == np.int8 else decoded
             )
         levels = Levels(
             scales.reshape(*shape[:-1], shape[-1] // self.group),
@@ -109,7 +109,7 @@ def _make_inverse_lookup(lookup: NDArray[np.float32]) -> Bytes:
     return indices
 
 
-def _paired(codes: Bytes) -> Bytes:
+def _pair(codes: Bytes) -> Bytes:
     """Packs two codes per byte, the first in the low nibble."""
     pairs: Bytes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
     return pairs
@@ -184,7 +184,7 @@ HALF_E4M3 = _half_e4m3()
 def _nvfp4(blocks: Bytes) -> Decoded:
     parts = _Parts(blocks)
     scales = HALF_E4M3[parts.take(4)]
-    return Decoded(_paired(_runs(parts.take(32), 4, 8)), scales)
+    return Decoded(_pair(_runs(parts.take(32), 4, 8)), scales)
 
 
 def _tq1_0(blocks: Bytes) -> Decoded:
@@ -328,18 +328,18 @@ def _table(numbers: Iterable[int]) -> NDArray[np.float32]:
     return np.array([*values, *[values[-1]] * (16 - len(values))], np.float32)
 
 
-def _signed(name: str) -> NDArray[np.float32]:
+def _add_signs(name: str) -> NDArray[np.float32]:
     """Returns a codebook's levels with both signs, at most sixteen."""
     magnitudes = CODEBOOKS[name].levels
     return _table([*magnitudes, *(-level for level in magnitudes)])
 
 
 CODE_LAYOUTS: dict[str, CodeLayout] = {
-    "IQ2_XXS": CodeLayout(_iq2_xxs, 32, _signed("IQ2_XXS")),
-    "IQ2_XS": CodeLayout(_iq2_xs, 16, _signed("IQ2_XS")),
-    "IQ2_S": CodeLayout(_iq2_s, 16, _signed("IQ2_S")),
-    "IQ3_XXS": CodeLayout(_iq3_xxs, 32, _signed("IQ3_XXS")),
-    "IQ3_S": CodeLayout(_iq3_s, 32, _signed("IQ3_S")),
+    "IQ2_XXS": CodeLayout(_iq2_xxs, 32, _add_signs("IQ2_XXS")),
+    "IQ2_XS": CodeLayout(_iq2_xs, 16, _add_signs("IQ2_XS")),
+    "IQ2_S": CodeLayout(_iq2_s, 16, _add_signs("IQ2_S")),
+    "IQ3_XXS": CodeLayout(_iq3_xxs, 32, _add_signs("IQ3_XXS")),
+    "IQ3_S": CodeLayout(_iq3_s, 32, _add_signs("IQ3_S")),
     "IQ1_S": CodeLayout(_iq1_s, 32, _table(EIGHTHS)),
     "IQ1_M": CodeLayout(_iq1_m, 16, _table(EIGHTHS)),
     "IQ4_NL": CodeLayout(_iq4_nl, 32, NONLINEAR, "fp16", "halves"),

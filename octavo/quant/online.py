@@ -53,7 +53,7 @@ def pack_int8_groups(weight: NDArray[np.float32]) -> PackedWeight:
     codes = np.empty(flat.shape, np.int8)
     scales = np.empty((len(flat), width // GROUP), np.float16)
     for rows in _chunks(flat):
-        groups = _grouped(flat[rows], width // GROUP)
+        groups = _group(flat[rows], width // GROUP)
         scales[rows] = np.abs(groups).max(axis=-1) / np.float32(127)
         scaled = groups * _inverse(scales[rows])[..., None]
         codes[rows] = np.rint(np.clip(scaled, -127, 127)).reshape(-1, width).astype(np.int8)
@@ -113,7 +113,7 @@ def pack_int4(
     mins = np.empty_like(scales)
     shares = _shares(np.ones(width, np.float32) if importance is None else importance)
     for rows in _chunks(flat):
-        groups = _grouped(flat[rows], num_groups)
+        groups = _group(flat[rows], num_groups)
         scales[rows], mins[rows] = _search(groups, shares)
         chosen = _codes4(
             groups, scales[rows].astype(np.float32), mins[rows].astype(np.float32)
@@ -218,7 +218,7 @@ def _chunks(flat: NDArray[np.float32]) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, len(flat), rows))
 
 
-def _grouped(rows: NDArray[np.float32], num_groups: int) -> NDArray[np.float32]:
+def _group(rows: NDArray[np.float32], num_groups: int) -> NDArray[np.float32]:
     """Reshapes `[n, in]` to `[n, groups, 32]`, padded with zeros."""
     missing = num_groups * GROUP - rows.shape[1]
     if missing:

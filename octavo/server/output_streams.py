@@ -111,7 +111,7 @@ class OutputStreams:
     async def results(self) -> list[RequestOutput]:
         """Returns the final outputs in the order of the prompts; cancellation aborts them."""
         try:
-            return [self._checked(await stream.final()) for stream in self._streams]
+            return [self._check(await stream.final()) for stream in self._streams]
         finally:
             self._abort()
 
@@ -122,14 +122,14 @@ class OutputStreams:
         try:
             if len(self._streams) == 1:
                 async for output in self._streams[0]:
-                    yield 0, self._checked(output)
+                    yield 0, self._check(output)
                 return
             async for index, output in _merge(self._streams):
-                yield index, self._checked(output)
+                yield index, self._check(output)
         finally:
             self._abort()
 
-    def _checked(self, output: RequestOutput) -> RequestOutput:
+    def _check(self, output: RequestOutput) -> RequestOutput:
         if output.finished:
             self._metrics.observe(output, self._params)
             self._record.end(output)

@@ -200,7 +200,7 @@ class ResponseBuilder:
             output=output,
             text=new.text,
             start=choice.num_chars,
-            parts=self._complete(parts),
+            parts=self._finish_parts(parts),
             token_ids=new.token_ids,
             logprobs=new.logprobs,
             finish_reason="tool_calls" if calls else new.finish_reason,
@@ -213,8 +213,8 @@ class ResponseBuilder:
         choice.num_chars += len(new.text)
         return delta
 
-    def _complete(self, parts: list[Part]) -> list[Part]:
-        """Returns the parts to show, with ids for tool calls."""
+    def _finish_parts(self, parts: list[Part]) -> list[Part]:
+        """Adds ids to tool calls and removes reasoning that the options hide."""
         new_call_id = self.options.new_call_id or self.parser.new_call_id
         return [
             replace(part, call_id=new_call_id())

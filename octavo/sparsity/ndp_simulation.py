@@ -61,7 +61,9 @@ def simulate(
         if window and index and index % window == 0:
             seen = _counts(trace[index - window : index], num_layers, num_neurons)
             for layer, each in enumerate(seen):
-                placed = _balanced(each, homes[layer], hot[layer], machine.num_modules)
+                placed = _make_balanced_placement(
+                    each, homes[layer], hot[layer], machine.num_modules
+                )
                 changed = sum(one != other for one, other in zip(placed, homes[layer], strict=True))
                 moved += changed * neuron_bytes
                 homes[layer] = placed
@@ -114,7 +116,7 @@ def _by_use(counts: Sequence[int]) -> list[int]:
     return sorted(range(len(counts)), key=lambda neuron: -counts[neuron])
 
 
-def _balanced(
+def _make_balanced_placement(
     counts: Sequence[int], homes: Sequence[int], hot: set[int], num_modules: int
 ) -> list[int]:
     """Returns a placement that balances the modules' load.

@@ -122,16 +122,16 @@ def neuron_records(
     scales = []
     *rows, down = matrices
     for index, tiles in enumerate(rows):
-        codes, of_rows = _untiled(tiles, layer.num_neurons, layer.num_inputs)
+        codes, of_rows = _untile(tiles, layer.num_neurons, layer.num_inputs)
         first = index * layer.row_bytes
         records[:, first : first + layer.num_inputs] = codes
         scales.append(of_rows)
-    codes, of_outputs = _untiled(down, layer.num_outputs, layer.num_neurons)
+    codes, of_outputs = _untile(down, layer.num_outputs, layer.num_neurons)
     records[:, layer.rows_bytes : layer.rows_bytes + layer.num_outputs] = codes.T
     return records, np.concatenate([*scales, of_outputs])
 
 
-def _untiled(
+def _untile(
     tiles: bytes, num_rows: int, num_inputs: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Returns codes `[rows, inputs]` and scales `[rows]` of i8 tiles (4 inputs of 16 rows
@@ -265,7 +265,7 @@ class NeuronRecords:
     def open_file(self, path: Path, offsets: Sequence[int], into: NativeWeights) -> OpenedNeurons:
         """Opens the records of each layer at its file offset."""
         assert self._plan is not None, "they lie in a file"
-        return self._adopted(open_neurons(path, self._plan, offsets, self._window), into)
+        return self._adopt(open_neurons(path, self._plan, offsets, self._window), into)
 
     def open_in_memory(
         self, device: Any, load: LoadWeight, dtype: str, into: NativeWeights
@@ -274,9 +274,9 @@ class NeuronRecords:
         opened = neurons_in_memory(
             self._layers, lambda layer: _make_tiles(device, layer, load, dtype)
         )
-        return self._adopted(opened, into)
+        return self._adopt(opened, into)
 
-    def _adopted(self, opened: OpenedNeurons, into: NativeWeights) -> OpenedNeurons:
+    def _adopt(self, opened: OpenedNeurons, into: NativeWeights) -> OpenedNeurons:
         """Uses the record columns as the tiles of each layer's down projection."""
         for layer, columns in zip(self._layers, opened.columns, strict=True):
             into.adopt_tiles(layer.op.down, columns)

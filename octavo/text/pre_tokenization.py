@@ -70,7 +70,7 @@ _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _THREE_DIGITS_FROM_THE_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 
-def _cased(letters: str, ending: str) -> str:
+def _make_cased_pattern(letters: str, ending: str) -> str:
     """Returns GPT-4o's word pattern: capitals before lower case, with an ending such as 's.
 
     `letters` extends each letter class, e.g. with an intersection.
@@ -82,9 +82,9 @@ def _cased(letters: str, ending: str) -> str:
 
 
 _CASED_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
-_CASED_WORDS = _cased("", f"{ENDINGS}?")
+_CASED_WORDS = _make_cased_pattern("", f"{ENDINGS}?")
 _GPT_4O = rf"{_CASED_WORDS}|\p{{N}}{{1,3}}|{_CASED_SYMBOLS}|{_BLANKS}"
-_NOT_HAN = _cased(r"&&[^\p{Han}]", f"{ENDINGS}?")
+_NOT_HAN = _make_cased_pattern(r"&&[^\p{Han}]", f"{ENDINGS}?")
 _KIMI = rf"\p{{Han}}+|{_NOT_HAN}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_BLANKS}"
 _CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
@@ -127,7 +127,7 @@ _OF_TINY_AYA = PreTokenization((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT_4O))
 _OF_GEMMA4 = PreTokenization((_LINES,), adds_bos=True, space=SPACE, joins_newlines=True)
 
 
-def _composed(pre: PreTokenization) -> PreTokenization:
+def _compose(pre: PreTokenization) -> PreTokenization:
     """Adds NFC normalization."""
     return replace(pre, normalizer=normalizers.NFC)
 
@@ -143,12 +143,12 @@ PRE_TOKENIZATIONS: dict[str, PreTokenization] = {
         ),
         _OF_GPT2,
     ),
-    **dict.fromkeys(("mpt", "olmo", "modern-bert"), _composed(_OF_GPT2)),
+    **dict.fromkeys(("mpt", "olmo", "modern-bert"), _compose(_OF_GPT2)),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"),
         _DIGITS_ALONE,
     ),
-    "command-r": _composed(_DIGITS_ALONE),
+    "command-r": _compose(_DIGITS_ALONE),
     **dict.fromkeys(
         (
             *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
@@ -158,7 +158,7 @@ PRE_TOKENIZATIONS: dict[str, PreTokenization] = {
     ),
     **dict.fromkeys(("glm4", "glm5"), _OF_GLM4),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _OF_DBRX),
-    **dict.fromkeys(("qwen2", "f2llmv2"), _composed(_OF_QWEN2)),
+    **dict.fromkeys(("qwen2", "f2llmv2"), _compose(_OF_QWEN2)),
     **dict.fromkeys(
         (
             *("deepseek-r1-qwen", "stablelm2", "hunyuan", "solar-open", "megrez", "kormo"),
@@ -166,7 +166,7 @@ PRE_TOKENIZATIONS: dict[str, PreTokenization] = {
         ),
         _OF_QWEN2,
     ),
-    "qwen35": _composed(
+    "qwen35": _compose(
         PreTokenization(
             (
                 rf"{ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
@@ -222,7 +222,7 @@ PRE_TOKENIZATIONS: dict[str, PreTokenization] = {
     **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _OF_BLOOM),
     "viking": PreTokenization((_BLOOM, r"\p{N}")),
     "tekken": PreTokenization(
-        (rf"{_cased('', '')}|\p{{N}}|{_CASED_SYMBOLS}|{_BLANKS}",),
+        (rf"{_make_cased_pattern('', '')}|\p{{N}}|{_CASED_SYMBOLS}|{_BLANKS}",),
         ignore_merges=True,
         adds_bos=True,
     ),

@@ -51,13 +51,13 @@ def render_apart(
     asked = RenderingJob(
         template.source or "", template.special_tokens, messages, add_generation_prompt, variables
     )
-    rendered = _computed(msgspec.json.encode(asked))
+    rendered = _compute(msgspec.json.encode(asked))
     if rendered.error is not None:
         raise InvalidRequest(rendered.error, hint=rendered.hint, param="messages")
     return rendered.text
 
 
-def _computed(asked: bytes) -> Rendered:
+def _compute(asked: bytes) -> Rendered:
     child = start_python(
         ["-m", __name__],
         stdin=subprocess.PIPE,

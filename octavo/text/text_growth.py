@@ -86,7 +86,9 @@ def json_length(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> int:
-    """Returns 0; raises ValueError for an indent or separator that is too wide."""
+    """Checks the arguments of a JSON filter; raises ValueError for an indent or separator that is
+    too wide. Returns 0: the length of the result is not bounded in advance.
+    """
     widths = (indent, *(separators or ()))
     width = max(each if isinstance(each, int) else len(each or "") for each in widths)
     if width > MAX_JSON_INDENT:

@@ -48,7 +48,7 @@ class TokenBytes(dict[int, bytes]):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._spelling, self.strips_space = _spelling(tokenizer)
+        self._read_spelling, self.strips_space = _read_spelling(tokenizer)
         self._added = {
             i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()
         }
@@ -63,7 +63,7 @@ class TokenBytes(dict[int, bytes]):
         text = self._tokenizer.id_to_token(token_id)
         if text is None:
             return b""
-        if self._spelling == "byte_level":
+        if self._read_spelling == "byte_level":
             mapped = [self._table.get(character) for character in text]
             return (
                 bytes(byte for byte in mapped if byte is not None)
@@ -76,7 +76,7 @@ class TokenBytes(dict[int, bytes]):
         return bytes([int(match[1], 16)]) if match else text.replace(SPACE, " ").encode()
 
 
-def _spelling(tokenizer: Tokenizer) -> tuple[Spelling, bool]:
+def _read_spelling(tokenizer: Tokenizer) -> tuple[Spelling, bool]:
     """Returns the token encoding, and whether leading spaces are stripped, from the tokenizer's
     decoder.
     """

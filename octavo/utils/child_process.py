@@ -70,7 +70,7 @@ def start_python(
     )
 
 
-def start_bound(
+def start_bound_child(
     main: str,
     arguments: Sequence[str],
     *,

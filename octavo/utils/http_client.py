@@ -43,7 +43,7 @@ class HttpClient:
         """Returns the response, whatever its status; raises Unavailable if the server is not
         reachable.
         """
-        with self._reported():
+        with self._describe():
             return self._client.get(path)
 
     def events(self, path: str, body: Any) -> Iterator[Any]:
@@ -54,7 +54,7 @@ class HttpClient:
 
         content = msgspec.json.encode(body)
         with (
-            self._reported(),
+            self._describe(),
             self._client.stream("POST", path, content=content, timeout=None) as response,
         ):
             if response.status_code != 200:
@@ -65,7 +65,7 @@ class HttpClient:
                     yield parse_json(event.data)
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _describe(self) -> Iterator[None]:
         import httpx2
 
         try:

@@ -32,15 +32,15 @@ class ModelHooks:
         """Creates the Programs of a config.json whose model type has no module, if possible."""
 
     def open_checkpoint(self, config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint:
-        """Adds the tensors that the extension's passes need."""
+        """Returns the checkpoint with the tensors that the extension's passes need."""
         return checkpoint
 
     def open_header(self, config: EngineConfig, header: ModelHeader) -> ModelHeader:
-        """Adds these tensors to a header, for planning without weights."""
+        """Returns a header with these tensors, for planning without weights."""
         return header
 
     def transform(self, config: EngineConfig, header: ModelHeader, program: Program) -> Program:
-        """Adds the extension's ops to the unsharded Program."""
+        """Returns the unsharded Program with the extension's ops."""
         return program
 
     def transform_part(

@@ -52,14 +52,14 @@ class JoinedExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         try:
-            return self._executor.execute(self._joined(plan))
+            return self._executor.execute(self._join(plan))
         except Exception as error:
             raise self._ended_by(error) from error
 
     def launch(self, plan: StepPlan) -> JoinedStep:
         assert isinstance(self._executor, PipelinedWorker), "others compute a step at a time"
         try:
-            return JoinedStep(self._executor.launch(self._joined(plan)), self._ended_by)
+            return JoinedStep(self._executor.launch(self._join(plan)), self._ended_by)
         except Exception as error:
             raise self._ended_by(error) from error
 
@@ -85,7 +85,7 @@ class JoinedExecutor:
         self._links.close()
         self._executor.close()
 
-    def _joined(self, plan: StepPlan) -> StepPlan:
+    def _join(self, plan: StepPlan) -> StepPlan:
         """Returns the plan to execute. If it computes a step, notifies the other engines."""
         if not plan.rows and not self._links.is_behind:
             return plan

@@ -141,9 +141,9 @@ class GgufCheckpoint:
         ]
         if len({array.dtype for array in arrays}) > 1:
             arrays = [array.astype(np.float32) for array in arrays]
-        return PackedWeight.plain(np.ascontiguousarray(self._joined(name).numbers(*arrays)))
+        return PackedWeight.plain(np.ascontiguousarray(self._get_join_rule(name).numbers(*arrays)))
 
-    def _joined(self, name: str) -> Joined:
+    def _get_join_rule(self, name: str) -> Joined:
         """Returns the rule for joining the parts of a split tensor."""
         return next(each for own, each in self._family.joined.items() if name.endswith(own))
 
@@ -151,7 +151,9 @@ class GgufCheckpoint:
         source, expert, parts = self.locate(name)
         shape = self.file.tensors[source].shape
         if parts:
-            shape = self._joined(name).shape(*(self.file.tensors[part].shape for part in parts))
+            shape = self._get_join_rule(name).shape(
+                *(self.file.tensors[part].shape for part in parts)
+            )
         elif (restored := self._family.restored.get(_stem(source))) is not None:
             shape = restored.shape(shape)
         part = self.file.files[self.file.tensors[source].part]
@@ -176,7 +178,7 @@ class GgufCheckpoint:
         ordered: NDArray = rows[np.argsort(self._row_order(stem, len(rows)))]
         return ordered
 
-    def in_file_numbers(self, name: str, vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    def to_stored_values(self, name: str, vector: NDArray[np.float32]) -> NDArray[np.float32]:
         """Returns a vector as stored in the file; some norms are stored with 1 added."""
         return vector + np.float32(self._family.norm_offset) if self.has_offset(name) else vector
 
@@ -325,7 +327,7 @@ class GgufCheckpoint:
     def _joined_place(self, name: str, source: str) -> TensorLocation:
         """Returns the location of a split tensor, given any part of it."""
         stem = _stem(source)
-        parts = tuple(source.replace(stem, each) for each in self._joined(name).stems)
+        parts = tuple(source.replace(stem, each) for each in self._get_join_rule(name).stems)
         missing = [part for part in parts if part not in self.file.tensors]
         if missing:
             raise WeightMismatch(
@@ -373,7 +375,7 @@ class GgufCheckpoint:
 
     def _generation_config(self) -> dict[str, Any]:
         values = {name: self._get(key, (int, float), None) for key, name in SAMPLING_KEYS.items()}
-        values = {name: _rounded(value) for name, value in values.items() if value is not None}
+        values = {name: _round(value) for name, value in values.items() if value is not None}
         if "temperature" in values:
             values["do_sample"] = values["temperature"] > 0
         return values | {
@@ -455,6 +457,6 @@ def _stem(source: str) -> str:
     return parts[-1]
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     """Rounds a float32 to the decimal number that it was converted from; integers are unchanged."""
     return value if isinstance(value, int) else float(f"{value:.{FLOAT32_DIGITS}g}")

@@ -235,7 +235,7 @@ class _HeaderReader:
             metadata[key] = self._value(self._u32())
         directory_start = self.offset
         entries = [self._entry() for _ in range(num_tensors)]
-        return metadata, self._placed(entries, self._alignment(metadata)), directory_start
+        return metadata, self._place_tensors(entries, self._alignment(metadata)), directory_start
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -246,7 +246,7 @@ class _HeaderReader:
             )
         return alignment
 
-    def _placed(self, entries: list[TensorEntry], alignment: int) -> dict[str, TensorEntry]:
+    def _place_tensors(self, entries: list[TensorEntry], alignment: int) -> dict[str, TensorEntry]:
         """Returns the entries with absolute offsets; raises if one lies outside the file."""
         data_start = -(-self.offset // alignment) * alignment
         size = len(self.buffer)

@@ -241,14 +241,14 @@ class GgufDirectory:
         source = self._checkpoint.locate(name).tensor
         kind = self._checkpoint.file.tensors[source].kind
         assert kind.dtype is not None, "vectors are floats"
-        stored = self._checkpoint.in_file_numbers(name, numbers)
+        stored = self._checkpoint.to_stored_values(name, numbers)
         self._writer.write(source, stored.astype(kind.dtype))
 
     def round_to_stored(self, name: str, numbers: NDArray[np.float32]) -> NDArray[np.float32]:
         kind = self._checkpoint.file.tensors[self._checkpoint.locate(name).tensor].kind
         assert kind.dtype is not None, "vectors are floats"
-        stored = self._checkpoint.in_file_numbers(name, numbers).astype(kind.dtype)
-        moved = stored.astype(np.float32) - self._checkpoint.in_file_numbers(
+        stored = self._checkpoint.to_stored_values(name, numbers).astype(kind.dtype)
+        moved = stored.astype(np.float32) - self._checkpoint.to_stored_values(
             name, np.zeros_like(numbers)
         )
         rounded: NDArray[np.float32] = moved
@@ -284,7 +284,7 @@ class GgufDirectory:
             kept = weight.packed().codes if weight.is_float else weight.dequantize()
             moved = self._checkpoint.in_file_order(own, kept)
             if self._checkpoint.has_offset(own):
-                moved = self._checkpoint.in_file_numbers(own, moved.astype(np.float32))
+                moved = self._checkpoint.to_stored_values(own, moved.astype(np.float32))
             parts.append(moved.astype(dtype, copy=False))
         return np.ascontiguousarray(np.stack(parts) if len(parts) > 1 else parts[0])
 

@@ -118,8 +118,8 @@ class AwqEncoder:
 
     def tensors(self, matrix: RoundedMatrix, bits: int) -> Arrays:
         return {
-            "qweight": _interleaved(matrix.codes.T),
-            "qzeros": _interleaved(_zeros(matrix).T.astype(np.uint8)),
+            "qweight": _interleave(matrix.codes.T),
+            "qzeros": _interleave(_zeros(matrix).T.astype(np.uint8)),
             "scales": np.ascontiguousarray(matrix.grid.scales.values.T),
         }
 
@@ -256,7 +256,7 @@ def _groups(matrix: RoundedMatrix) -> NDArray[np.int32]:
     return own
 
 
-def _interleaved(numbers: NDArray[np.uint8]) -> NDArray[np.int32]:
+def _interleave(numbers: NDArray[np.uint8]) -> NDArray[np.int32]:
     """Packs each row in AWQ's order: `[n, out]` to `[n, out / 8]`."""
     words = numbers.reshape(len(numbers), -1, PER_WORD)[..., OWN_ORDER]
     return pack_bits(words.reshape(len(numbers), -1), 4)

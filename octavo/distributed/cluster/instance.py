@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 
-from octavo.utils.child_process import end_process, start_bound
+from octavo.utils.child_process import end_process, start_bound_child
 
 MAIN = "octavo.cli.common.bound:main"
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
@@ -131,7 +131,7 @@ class Instance:
             words += ["--host", self._host, "--port", str(self._port)]
         if spec.words[0] == "serve":
             words += ["--config", self._write_config()]
-        return start_bound(MAIN, words, environment=spec.environment)
+        return start_bound_child(MAIN, words, environment=spec.environment)
 
     def _write_config(self) -> str:
         """Writes the configuration file, which contains the secret, readable only by this user."""

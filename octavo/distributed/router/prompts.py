@@ -132,9 +132,9 @@ class PromptReader:
             }
         else:
             return None
-        return await self._tokenized(msgspec.json.encode(request_fields), _text(fields, "model"))
+        return await self._tokenize(msgspec.json.encode(request_fields), _text(fields, "model"))
 
-    async def _tokenized(self, body: bytes, model: str | None) -> list[int] | None:
+    async def _tokenize(self, body: bytes, model: str | None) -> list[int] | None:
         """Tokenizes a prompt on the least busy server; returns None if that fails."""
         candidates = self._members.get_candidates(model, set())
         if not candidates:

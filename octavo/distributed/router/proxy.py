@@ -276,7 +276,7 @@ class RouterProxy:
         finally:
             member.client.finish(answer)
         self._counts.add("retries", str(placement.index), str(answer.status))
-        headers = dict(_decoded(_get_forwarded_headers(answer.headers)))
+        headers = dict(_decode(_get_forwarded_headers(answer.headers)))
         return Response(body, answer.status, headers)
 
     async def _stream(
@@ -330,7 +330,7 @@ def _get_forwarded_headers(headers: Sequence[tuple[bytes, bytes]]) -> HeaderList
     return [pair for pair in headers if pair[0] not in HOP_BY_HOP and pair[0] != b"x-request-id"]
 
 
-def _decoded(headers: HeaderList) -> list[tuple[str, str]]:
+def _decode(headers: HeaderList) -> list[tuple[str, str]]:
     return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
 
 

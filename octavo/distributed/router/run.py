@@ -50,7 +50,7 @@ def route(urls: Sequence[str], settings: RouterSettings) -> None:
             server.host,
         )
     scheme = "http" if server.ssl_certfile is None else "https"
-    address = f"{scheme}://{_shown(server.host)}:{listener.getsockname()[1]}"
+    address = f"{scheme}://{_format(server.host)}:{listener.getsockname()[1]}"
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -90,6 +90,6 @@ class RouterServer(uvicorn.Server):
         self.should_exit = True
 
 
-def _shown(host: str) -> str:
+def _format(host: str) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host

@@ -125,7 +125,7 @@ class BlockFetcher:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         slots: Sequence[NDArray[np.uint8]],
-        ends: TransferAddresses,
+        addresses: TransferAddresses,
         note: ReportBlocks,
         *,
         mover: BlockTransport | None,
@@ -136,7 +136,7 @@ class BlockFetcher:
         self._poller = poller
         self._slots = slots
         self._heads = heads
-        self._ends = ends
+        self._addresses = addresses
         self._note = note
         self._reader = None if mover is None else BlockReader(mover)
         self._sources: dict[str, zmq.Socket[bytes]] = {}
@@ -176,7 +176,7 @@ class BlockFetcher:
             logger.warning("cannot request KV blocks of %s: %s", source, error.message)
             self._note(not_fetched=[block.name for block in blocks])
             return
-        until = time.monotonic() + self._ends.timeout_s
+        until = time.monotonic() + self._addresses.timeout_s
         self._epoch += 1
         for block in blocks:
             heads = [piece.heads for piece in pieces[block.group]]
@@ -209,7 +209,11 @@ class BlockFetcher:
         wanted_blocks = [WantedBlock(block.group, block.key) for block in blocks]
         spans = [heads.get(group, NO_HEADS) for group in range(len(self._slots))]
         message = WantBlocks(
-            self._ends.fingerprint, wanted_blocks, self._ends.timeout_s, self._epoch, spans
+            self._addresses.fingerprint,
+            wanted_blocks,
+            self._addresses.timeout_s,
+            self._epoch,
+            spans,
         )
         self._send(endpoint, message)
 
@@ -236,7 +240,7 @@ class BlockFetcher:
         if socket is None:
             socket = self._sources[source] = self._context.socket(zmq.DEALER)
             self._poller.register(socket, zmq.POLLIN)
-            lock_client(socket, self._ends.secret)
+            lock_client(socket, self._addresses.secret)
             socket.connect(source)
         return socket
 

@@ -105,7 +105,7 @@ class BlockSender:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         slots: Sequence[NDArray[np.uint8]],
-        ends: TransferAddresses,
+        addresses: TransferAddresses,
         note: ReportBlocks,
         *,
         mover: BlockTransport | None,
@@ -113,12 +113,16 @@ class BlockSender:
     ) -> None:
         self._slots = slots
         self._heads = heads
-        self._ends = ends
+        self._addresses = addresses
         self._note = note
         self._mover = mover
-        self._arena = None if mover is None else _make_arena(mover, slots, ends)
-        self.send_buffer = SendBuffer(ends.max_bytes, self._release)
-        self.socket = None if ends.listen is None else _listen(context, ends.listen, ends.secret)
+        self._arena = None if mover is None else _make_arena(mover, slots, addresses)
+        self.send_buffer = SendBuffer(addresses.max_bytes, self._release)
+        self.socket = (
+            None
+            if addresses.listen is None
+            else _listen(context, addresses.listen, addresses.secret)
+        )
         """Socket for requests; None if this engine only fetches."""
         self._leaving: defaultdict[bytes, deque[Leaving | LeavingPiece]] = defaultdict(deque)
         """Messages queued for each peer."""
@@ -253,7 +257,7 @@ class BlockSender:
 
     def _get_rejection(self, message: WantBlocks) -> str:
         """Returns the reason for rejecting a peer; "" if it is accepted."""
-        if message.fingerprint != self._ends.fingerprint:
+        if message.fingerprint != self._addresses.fingerprint:
             return "this engine's blocks have other bytes: model, options or versions differ"
         if len(message.heads) != len(self._heads.groups):
             return f"got heads of {len(message.heads)} cache groups, not {len(self._heads.groups)}"
@@ -278,7 +282,7 @@ class BlockSender:
                 refused.append(block.name)
             else:
                 coming.append(block)
-        wait_s = min(max(0.0, message.wait_s), self._ends.timeout_s)
+        wait_s = min(max(0.0, message.wait_s), self._addresses.timeout_s)
         refused += self.send_buffer.wait(ask, coming, now + wait_s)
         if refused:
             self._leaving[peer].append(self._encode(NoBlocks(refused, ask.epoch)))
@@ -386,16 +390,16 @@ def _view(data: BlockData) -> memoryview:
 
 
 def _make_arena(
-    mover: BlockTransport, slots: Sequence[NDArray[np.uint8]], ends: TransferAddresses
+    mover: BlockTransport, slots: Sequence[NDArray[np.uint8]], addresses: TransferAddresses
 ) -> BlockArena | None:
     """Registers the slots and the memory from which other engines read blocks. Returns None if
     blocks are sent in messages.
     """
     for group in slots:
         mover.register(group.reshape(-1))
-    if ends.listen is None:
+    if addresses.listen is None:
         return None
-    arena = BlockArena(ends.max_bytes, max(group.shape[1] for group in slots))
+    arena = BlockArena(addresses.max_bytes, max(group.shape[1] for group in slots))
     mover.register(arena.memory)
     return arena
 

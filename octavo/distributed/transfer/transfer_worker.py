@@ -60,7 +60,7 @@ class TransferWorker:
     def __init__(
         self,
         shapes: Sequence[HostShape],
-        ends: TransferAddresses,
+        addresses: TransferAddresses,
         mover: BlockTransport | None = None,
         heads: KVHeadPartition | None = None,
         reports: Reports | None = None,
@@ -75,7 +75,7 @@ class TransferWorker:
         self._reports: Reports = reports or ReportBox()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake, listener = self._pair()
-        self.sends_layers = ends.listen is not None
+        self.sends_layers = addresses.listen is not None
         """Whether layers of a block may be sent while its step is computed."""
         self._stream: LayerStream | None = None
         """Blocks of the step that is being computed."""
@@ -85,7 +85,7 @@ class TransferWorker:
             self._channel = TransferChannel(
                 self._context,
                 self._slots,
-                ends,
+                addresses,
                 self._note,
                 mover=mover,
                 heads=heads or make_single_rank_partition([shape.block_bytes for shape in shapes]),
@@ -101,10 +101,10 @@ class TransferWorker:
 
     def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Returns two connected sockets, one for each thread."""
-        ends = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        ends[0].bind("inproc://plans")
-        ends[1].connect("inproc://plans")
-        return ends
+        sockets = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        sockets[0].bind("inproc://plans")
+        sockets[1].connect("inproc://plans")
+        return sockets
 
     def slot(self, group: int, slot: int) -> NDArray[np.uint8]:
         slot_bytes: NDArray[np.uint8] = self._slots[group][slot]
@@ -186,7 +186,7 @@ class TransferChannel:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         slots: Sequence[NDArray[np.uint8]],
-        ends: TransferAddresses,
+        addresses: TransferAddresses,
         note: ReportBlocks,
         *,
         mover: BlockTransport | None,
@@ -195,10 +195,10 @@ class TransferChannel:
         self.poller = zmq.Poller()
         self._slots = slots
         self._note = note
-        self.sender = BlockSender(context, slots, ends, note, mover=mover, heads=heads)
+        self.sender = BlockSender(context, slots, addresses, note, mover=mover, heads=heads)
         """Serves the requests of other engines."""
         self.fetcher = BlockFetcher(
-            context, slots, ends, note, mover=mover, heads=heads, poller=self.poller
+            context, slots, addresses, note, mover=mover, heads=heads, poller=self.poller
         )
         """Sends requests to other engines."""
         if self.sender.socket is not None:

@@ -106,7 +106,7 @@ class FleetClient:
         by_peer: PeerEngineDead | None = None
         for index, client in enumerate(self._clients):
             try:
-                infos.append(client.wait_until_ready(_prefixed(report, index)))
+                infos.append(client.wait_until_ready(_add_prefix(report, index)))
             except PeerEngineDead as error:
                 by_peer = error
         if by_peer is not None:
@@ -284,7 +284,7 @@ class FleetClient:
                 self._place([request], job, self._router.choose(job, well, time.monotonic()))
 
 
-def _prefixed(report: Report, index: int) -> Callable[[str], None]:
+def _add_prefix(report: Report, index: int) -> Callable[[str], None]:
     return lambda text: report(f"engine {index}: {text}")
 
 

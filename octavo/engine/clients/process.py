@@ -44,7 +44,7 @@ from octavo.engine.clients.messages import (
 )
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest, Query, QueryAnswer, RequestChange
-from octavo.utils.child_process import ChildFailed, describe_exit, end_process, start_bound
+from octavo.utils.child_process import ChildFailed, describe_exit, end_process, start_bound_child
 from octavo.utils.progress import Report
 
 MAIN = "octavo.engine.clients.core_process:main"
@@ -217,7 +217,7 @@ class ProcessClient:
 
     def _start(self, life: int, page: int) -> subprocess.Popen[bytes]:
         arguments = [self._endpoint("commands"), self._endpoint("replies"), str(page)]
-        return start_bound(MAIN, arguments, pass_fds=[life, page, *self._inherited])
+        return start_bound_child(MAIN, arguments, pass_fds=[life, page, *self._inherited])
 
     def _command(self, command: Command) -> None:
         self._send(self._encoder.encode(command))

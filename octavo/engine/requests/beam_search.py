@@ -242,7 +242,10 @@ class BeamSearch:
         if self._params.logprobs is None:
             return []
         before = best.row.logprobs if isinstance(best.row, Beam) else []
-        return [*before, _chosen(yields[best.row.request_id], best.rank, self._params.logprobs)]
+        return [
+            *before,
+            _get_chosen_logprobs(yields[best.row.request_id], best.rank, self._params.logprobs),
+        ]
 
     # -- beams -------------------------------------------------------------------------------------
 
@@ -317,7 +320,7 @@ def _alternatives(result: RowResult) -> list[tuple[int, float]]:
     return list(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True))
 
 
-def _chosen(result: RowResult, index: int, num_logprobs: int) -> TokenLogprobs:
+def _get_chosen_logprobs(result: RowResult, index: int, num_logprobs: int) -> TokenLogprobs:
     """Returns logprobs as if the candidate at `index` had been sampled, with `num_logprobs`
     alternatives (-1: all).
     """

@@ -58,7 +58,7 @@ class ThroughputPolicy:
     ) -> list[int]:
         """Returns how many tokens of each draft a step verifies, at most `max_drafted` in total."""
         counts = [0] * len(drafts)
-        ranked = _ranked(drafts)[:max_drafted]
+        ranked = _rank(drafts)[:max_drafted]
         best, gain = self._best_count(ranked, step)
         if not best or not self._is_worth(gain, ranked[0].chance):
             return counts
@@ -71,7 +71,7 @@ class ThroughputPolicy:
         """Returns whether a step with some of these drafts is expected to be clearly faster than a
         plain one.
         """
-        return self._best_count(_ranked(drafts), step)[1] > LEAST_GAIN
+        return self._best_count(_rank(drafts), step)[1] > LEAST_GAIN
 
     def record(self, num_sampled: int, num_accepted: int, step: PlainStep) -> None:
         """Records a row's result; accepted tokens add to the budget."""
@@ -111,7 +111,7 @@ class ThroughputPolicy:
         return True
 
 
-def _ranked(drafts: Sequence[RowDraft]) -> list[RankedToken]:
+def _rank(drafts: Sequence[RowDraft]) -> list[RankedToken]:
     """Returns the tokens of all drafts, likeliest first; tokens of one draft keep their order."""
     tokens = (
         (-chance, depth, draft_index)

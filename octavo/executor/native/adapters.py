@@ -63,19 +63,19 @@ class NativeAdapters:
 
     def _arrays(self, site: Site, update: LowRank) -> list[NDArray | None]:
         """Returns A, B, scales, gain and bias in the form of `StepRunner.put_adapter`."""
-        a = _bits(update.a) if site in self._tables else _pairs(_padded(update.a, 1, PAIR))
+        a = _bits(update.a) if site in self._tables else _pairs(_pad(update.a, 1, PAIR))
         return [
             a,
             _tiles(_bits(update.b)),
             update.scales.astype(np.float32),
-            None if update.gain is None else _padded(update.gain, 0, TILE),
-            None if update.bias is None else _padded(update.bias, 0, TILE),
+            None if update.gain is None else _pad(update.gain, 0, TILE),
+            None if update.bias is None else _pad(update.bias, 0, TILE),
         ]
 
 
 def _tiles(b: NDArray) -> NDArray:
     """Tiles B `[out, r]` into 16 outputs, `[out / 16, r, 16]`, with interleaved row pairs."""
-    padded = _padded(_padded(b, 0, TILE), 1, 2)
+    padded = _pad(_pad(b, 0, TILE), 1, 2)
     num_tiles, rank = len(padded) // TILE, padded.shape[1]
     tiles = padded.reshape(num_tiles, TILE, rank).transpose(0, 2, 1)
     return _pairs(tiles.reshape(num_tiles, rank * TILE)).reshape(tiles.shape)
@@ -125,7 +125,7 @@ def _in_large_pages(num_bytes: int) -> NDArray[np.uint8]:
     return whole[start : start + num_bytes]
 
 
-def _padded(array: NDArray, axis: int, size: int) -> NDArray:
+def _pad(array: NDArray, axis: int, size: int) -> NDArray:
     """Pads an axis with zeros to a multiple of `size`."""
     missing = -array.shape[axis] % size
     if not missing:

@@ -151,7 +151,7 @@ def is_float(tiles: TileFormat) -> bool:
 def _format(weight: Weight, stored: str) -> TileFormat:
     name, _, group = stored.partition(":")
     if name in GROUPED and group:
-        return _grouped(weight, name, int(group))
+        return _group(weight, name, int(group))
     if name in FLOAT_CODES:
         return _get_float_format(weight, stored)
     if stored not in FORMATS:
@@ -182,7 +182,7 @@ def _span(group: int, width: int) -> int:
     return span
 
 
-def _grouped(weight: Weight, name: str, group: int) -> TileFormat:
+def _group(weight: Weight, name: str, group: int) -> TileFormat:
     tiles = GROUPED[name]
     takes_halves = tiles.low != "zero"
     whole = group >= weight.shape[-1]

@@ -212,7 +212,7 @@ class StreamedWeights:
         with writing(self.path, self._key) as writer:
             if writer is not None:
                 for op, unit in zip(self._offloaded.products, self._offloaded.units, strict=True):
-                    data, tiles = self._packed(op, load, dtype)
+                    data, tiles = self._pack(op, load, dtype)
                     assert len(data) == unit.num_bytes, f"{unit.name}: other bytes than planned"
                     writer.add(data, tiles)
                 records = self._offloaded.records
@@ -224,7 +224,7 @@ class StreamedWeights:
         assert units is not None, "the file that was just written"
         return units
 
-    def _packed(self, op: Product, load: LoadWeight, dtype: str) -> tuple[bytes, list[PlacedTiles]]:
+    def _pack(self, op: Product, load: LoadWeight, dtype: str) -> tuple[bytes, list[PlacedTiles]]:
         """Returns a unit's bytes and tile positions, in the order of `adopt`."""
         weights = NativeWeights(self._device, load, dtype, apart=True)
         handles = [tiles.handle for tiles in weights.of_product(op)]
@@ -240,11 +240,11 @@ class StreamedWeights:
             if handle.is_interleaved:
                 *_, stride, _, _ = handle.layout  # code tables come last
                 offsets[index + pairs] = len(data) + stride // 2
-                data += _filled(handle.raw(2 * handle.num_bytes), 2 * size)
+                data += _fill(handle.raw(2 * handle.num_bytes), 2 * size)
             else:
-                data += _filled(handle.raw(handle.num_bytes), size)
+                data += _fill(handle.raw(handle.num_bytes), size)
         tiles = [PlacedTiles(offsets[i], handle.layout) for i, handle in enumerate(handles)]
-        return _filled(bytes(data), _round_up(len(data), ALIGN)), tiles
+        return _fill(bytes(data), _round_up(len(data), ALIGN)), tiles
 
 
 def _padded_bytes(op: Product, num_bytes: int) -> int:
@@ -256,7 +256,7 @@ def _padded_bytes(op: Product, num_bytes: int) -> int:
     return parts * _round_up(num_bytes // parts, LINE)
 
 
-def _filled(data: bytes, size: int) -> bytes:
+def _fill(data: bytes, size: int) -> bytes:
     return data + bytes(size - len(data))
 
 

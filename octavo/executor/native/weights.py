@@ -269,7 +269,7 @@ def add_weight(
     """
     if isinstance(stored, PackedWeight) and stored.is_float:
         code = {"float32": "fp32", "bfloat16": "bf16"}.get(dtype)
-        return packer.values(_typed(stored.codes), code or stored.code)
+        return packer.values(_get_array_and_type(stored.codes), code or stored.code)
     if isinstance(stored, PackedWeight) and (code := _float_code(stored)):
         return packer.float_codes(
             **_float_fields(stored), code=code, group=stored.group, num_inputs=stored.shape[-1]
@@ -320,9 +320,9 @@ def _fields(weight: StoredWeight) -> dict[str, Any]:
     assert weight.scales is not None
     return _code_fields(weight) | {
         "is_signed": weight.codes.dtype == np.int8,
-        "scales": _typed(weight.scales.values),
+        "scales": _get_array_and_type(weight.scales.values),
         "mins": _values(weight.mins),
-        "zeros": None if weight.zeros is None else _typed(weight.zeros),
+        "zeros": None if weight.zeros is None else _get_array_and_type(weight.zeros),
         "table": [] if weight.lookup is None else weight.lookup.astype(np.int8).tolist(),
         "super_scales": _supers(weight.scales),
         "super_mins": _supers(weight.mins),
@@ -339,7 +339,7 @@ def _float_fields(weight: PackedWeight) -> dict[str, Any]:
             hint="the file is damaged; download the model again",
         )
     return _code_fields(weight) | {
-        "scales": _typed(weight.scales.values),
+        "scales": _get_array_and_type(weight.scales.values),
         "numbers": [] if weight.lookup is None else weight.lookup.tolist(),
     }
 
@@ -392,7 +392,7 @@ def _rows(array: NDArray) -> NDArray:
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
 
 
-def _typed(array: NDArray) -> tuple[NDArray, str]:
+def _get_array_and_type(array: NDArray) -> tuple[NDArray, str]:
     """Returns the array and its type name; bfloat16 is passed as uint16, because the bindings do
     not support it.
     """
@@ -401,8 +401,12 @@ def _typed(array: NDArray) -> tuple[NDArray, str]:
 
 
 def _values(levels: Levels | None) -> tuple[NDArray, str] | None:
-    return None if levels is None else _typed(levels.values)
+    return None if levels is None else _get_array_and_type(levels.values)
 
 
 def _supers(levels: Levels | None) -> tuple[NDArray, str] | None:
-    return None if levels is None or levels.super_scale is None else _typed(levels.super_scale)
+    return (
+        None
+        if levels is None or levels.super_scale is None
+        else _get_array_and_type(levels.super_scale)
+    )

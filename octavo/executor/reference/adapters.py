@@ -55,11 +55,11 @@ def updated(
         update = adapters[int(slots[row])].get(site)
         if update is not None:
             h = update.scales * shrink(update, int(row))
-            result[row] = _finished(y[row] + update.b @ h, update)
+            result[row] = _finish(y[row] + update.b @ h, update)
     return result
 
 
-def _finished(y: Floats, update: LowRank) -> Floats:
+def _finish(y: Floats, update: LowRank) -> Floats:
     if update.gain is not None:
         y = y * update.gain
     return y if update.bias is None else y + update.bias

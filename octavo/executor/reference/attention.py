@@ -60,14 +60,12 @@ def attention(op: ops.Attention, step: ReferenceStep) -> Made:
     for queries, keys in _requests(op, op.mask, op.window, step):
         for query in queries:
             adjust = _adjustment(op, query, step)
-            seen = _selected(op, query, keys, step)
+            seen = _select(op, query, keys, step)
             out[query.row] = attend(q[query.row] * op.scale, *seen, adjust, sinks).reshape(-1)
     return (out,)
 
 
-def _selected(
-    op: ops.Attention, query: Query, keys: Keys, step: ReferenceStep
-) -> tuple[Keys, Query]:
+def _select(op: ops.Attention, query: Query, keys: Keys, step: ReferenceStep) -> tuple[Keys, Query]:
     """Returns the keys that a query reads (compacted if it selects some of them) and the query
     relative to them.
     """
@@ -126,7 +124,7 @@ def mla_attention(op: ops.MlaAttention, step: ReferenceStep) -> Made:
         if op.form == "absorbed":
             keys = Keys(cached.start, cached.k, np.ascontiguousarray(latents))
         else:
-            keys = _expanded(op, cached.start, latents, k_rope, step)
+            keys = _expand(op, cached.start, latents, k_rope, step)
         for query in queries:
             part = q_nope[query.row]
             if op.form == "absorbed":
@@ -139,7 +137,7 @@ def mla_attention(op: ops.MlaAttention, step: ReferenceStep) -> Made:
     return (out,)
 
 
-def _expanded(
+def _expand(
     op: ops.MlaAttention, start: int, latents: Floats, k_rope: Floats, step: ReferenceStep
 ) -> Keys:
     """Expands latents to keys and values per head."""

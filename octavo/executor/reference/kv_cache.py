@@ -42,7 +42,7 @@ def as_int8(numbers: Floats) -> Floats:
 
     scale = absmax / 127 in bf16, code = round(x / scale); in fp32, like the kernels.
     """
-    x, scale = _scaled(numbers, np.float32(127))
+    x, scale = _scale(numbers, np.float32(127))
     codes = np.where(scale > 0, np.clip(np.rint(x / scale), -127, 127), 0)
     stored: Floats = (codes * scale).astype(np.float64)
     return stored
@@ -53,14 +53,14 @@ def as_fp8(numbers: Floats) -> Floats:
 
     scale = absmax / 448 in bf16, code = x / scale rounded to even.
     """
-    x, scale = _scaled(numbers, E4M3_MAX)
+    x, scale = _scale(numbers, E4M3_MAX)
     codes = np.where(scale > 0, np.clip(x / scale, -E4M3_MAX, E4M3_MAX), 0)
     rounded = codes.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     stored: Floats = (rounded * scale).astype(np.float64)
     return stored
 
 
-def _scaled(
+def _scale(
     numbers: Floats, largest_code: np.float32
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Returns the values in fp32 and a scale per row of the last axis; NaN if the row is not

@@ -62,10 +62,10 @@ def layer_norm(op: ops.LayerNorm, step: ReferenceStep) -> Made:
     x = step.get(op.x)
     width = op.group_width or x.shape[1]
     groups = x.reshape(len(x), x.shape[1] // width, width)
-    return (_centered(groups, op, step).reshape(x.shape),)
+    return (_center(groups, op, step).reshape(x.shape),)
 
 
-def _centered(x: Floats, norm: ops.LayerNorm | ops.PreNorm, step: ReferenceStep) -> Floats:
+def _center(x: Floats, norm: ops.LayerNorm | ops.PreNorm, step: ReferenceStep) -> Floats:
     x = x - x.mean(axis=-1, keepdims=True)
     weight = step.weights[norm.weight]
     weight = weight.reshape(-1, x.shape[-1]) if x.ndim > 2 else weight
@@ -113,7 +113,7 @@ def _predicted(op: ops.Linear | ops.ActMul, outputs: Floats, step: ReferenceStep
 
 def _pre_norm(norm: ops.PreNorm, x: Floats, step: ReferenceStep) -> Floats:
     if norm.centered:
-        return _centered(x, norm, step)
+        return _center(x, norm, step)
     return _rms(x, step.weights[norm.weight] + norm.weight_offset, norm.eps)
 
 
@@ -291,7 +291,7 @@ def route(op: expert_ops.Route, step: ReferenceStep) -> Made:
     elif op.score == "sigmoid_top_k":
         weights = sigmoid(weights)
     elif op.score == "sparsemixer":
-        weights = _mixed(logits, ids, op.jitter)
+        weights = _get_sparsemixer_weight(logits, ids, op.jitter)
     if op.normalize:
         weights = weights / weights.sum(axis=1, keepdims=True)
     rows, weights = np.repeat(step.get(op.x), op.top_k, axis=0), weights * op.scale
@@ -302,7 +302,7 @@ def route(op: expert_ops.Route, step: ReferenceStep) -> Made:
     return rows, ids.astype(np.int32), weights
 
 
-def _mixed(logits: Floats, ids: NDArray[np.intp], jitter: float) -> Floats:
+def _get_sparsemixer_weight(logits: Floats, ids: NDArray[np.intp], jitter: float) -> Floats:
     """Returns each chosen expert's sparsemixer weight among the remaining experts near it."""
     remaining, weights = logits.copy(), np.empty(ids.shape, logits.dtype)
     for j in range(ids.shape[1]):

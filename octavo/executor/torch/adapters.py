@@ -86,7 +86,7 @@ class TorchAdapters:
         parts: dict[int, tuple[TorchUpdate, ...]] = {}
         for op, sites in self._sites_of_ops.items():
             site_updates = tuple(
-                _packed(updates[site], start, end) for site, start, end in sites if site in updates
+                _pack(updates[site], start, end) for site, start, end in sites if site in updates
             )
             if site_updates:
                 parts[op] = site_updates
@@ -165,7 +165,7 @@ def _get_column_ranges(op: Op) -> list[tuple[Site, int, int]]:
     return ranges
 
 
-def _packed(update: LowRank, start: int, end: int) -> TorchUpdate:
+def _pack(update: LowRank, start: int, end: int) -> TorchUpdate:
     host = torch.device("cpu")
 
     def tensor(array: NDArray | None) -> Tensor | None:

@@ -36,7 +36,7 @@ def route(op: expert_ops.Route, step: Step) -> Made:
     elif op.score == "sigmoid_top_k":
         weights = torch.sigmoid(weights)
     elif op.score == "sparsemixer":
-        weights = _mixed(logits, ids, op.jitter)
+        weights = _get_sparsemixer_weight(logits, ids, op.jitter)
     if op.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     rows, weights = step.get(op.x).repeat_interleave(op.top_k, dim=0), weights * op.scale
@@ -47,7 +47,7 @@ def route(op: expert_ops.Route, step: Step) -> Made:
     return rows, ids, weights
 
 
-def _mixed(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
+def _get_sparsemixer_weight(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
     """Returns each chosen expert's sparsemixer weight among the remaining experts near it."""
     remaining, weights = logits, list[Tensor]()
     for chosen in torch.chunk(ids, ids.shape[1], dim=1):

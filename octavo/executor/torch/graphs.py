@@ -93,13 +93,13 @@ class DecodeGraphs:
         if size is None or not _is_decode(batch) or batch.block_tables.shape[2] > self.width:
             return None
         return StepBatch(
-            token_ids=_filled(batch.token_ids, (size,), 0),
-            key_indices=_filled(batch.key_indices, (size,), 0),
-            positions=_filled(batch.positions, (len(batch.positions), size), 0),
+            token_ids=_fill(batch.token_ids, (size,), 0),
+            key_indices=_fill(batch.key_indices, (size,), 0),
+            positions=_fill(batch.positions, (len(batch.positions), size), 0),
             query_starts=np.arange(size + 1, dtype=np.int32),
-            context_lens=_filled(batch.context_lens, (len(batch.slots), size), 1),
-            slots=_filled(batch.slots, (len(batch.slots), size), -1),
-            block_tables=_filled(batch.block_tables, (len(batch.slots), size, self.width), -1),
+            context_lens=_fill(batch.context_lens, (len(batch.slots), size), 1),
+            slots=_fill(batch.slots, (len(batch.slots), size), -1),
+            block_tables=_fill(batch.block_tables, (len(batch.slots), size, self.width), -1),
             sample_rows=np.arange(size, dtype=np.int32),
         )
 
@@ -137,7 +137,7 @@ def _is_decode(batch: StepBatch) -> bool:
     return batch.query_starts[-1] == num and bool((batch.sample_rows == np.arange(num)).all())
 
 
-def _filled(array: NDArray[np.int32], shape: tuple[int, ...], value: int) -> NDArray[np.int32]:
+def _fill(array: NDArray[np.int32], shape: tuple[int, ...], value: int) -> NDArray[np.int32]:
     filled = np.full(shape, value, np.int32)
     filled[tuple(slice(0, length) for length in array.shape)] = array
     return filled

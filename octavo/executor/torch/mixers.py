@@ -210,7 +210,7 @@ class StateSlots:
         return torch.where((self.begins == 0)[:, None, None, None], 0.0, state)
 
     def write(self, states: Tensor) -> None:
-        """Stores the states after the step beside those that were read."""
+        """Stores the states after the step in the half of each block that was not read."""
         fresh = self.begins == 0
         target = (self._is_current[:, 0] & ~fresh).long()
         token_counts = self.kept[self.blocks]

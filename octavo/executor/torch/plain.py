@@ -86,7 +86,7 @@ class PlainKernels:
         Few rows gather a matrix each, which needs no count from the device; for many rows, experts
         are computed one by one.
         """
-        y = _gathered(x, rows, matrix) if len(x) <= GATHERED_ROWS else _one_by_one(x, rows, matrix)
+        y = _gather(x, rows, matrix) if len(x) <= GATHERED_ROWS else _one_by_one(x, rows, matrix)
         return y if bias is None else (y.float() + bias[rows]).to(x.dtype)
 
     def combined(self, x: Tensor, weights: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ ACTIVATIONS: dict[ops.Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _gathered(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
+def _gather(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
     return torch.bmm(matrix.take(experts).floats(x.dtype), x[:, :, None])[:, :, 0]
 
 

@@ -233,20 +233,20 @@ class TorchProgram(Runnable):
         )
         self._take_last_tokens(inputs)
         values_of = (
-            self._replayed(len(padded.token_ids))
+            self._replay(len(padded.token_ids))
             if padded is not None
-            else self._computed(self._new_step(batch, kv, inputs))
+            else self._compute(self._new_step(batch, kv, inputs))
         )
         if batch.sampling is None:
             return self._outputs(chunks, fetch, values_of)
         return self._make_sample_output(samplings, inputs, fetch, values_of)
 
-    def _replayed(self, size: int) -> ValuesOf:
+    def _replay(self, size: int) -> ValuesOf:
         assert self._graphs is not None
         logits = self._graphs.graphs[size].replay()
         return lambda chunk: {self.program.outputs["logits"].name: logits[chunk]}
 
-    def _computed(self, step: Step) -> ValuesOf:
+    def _compute(self, step: Step) -> ValuesOf:
         self._execute(self.instructions.body, step)
         return lambda chunk: self._through_head(step, step.inputs["sample_rows"][chunk])
 

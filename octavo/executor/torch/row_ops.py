@@ -37,10 +37,10 @@ def embedding(op: ops.Embedding, step: Step) -> Made:
 
 
 def norm(op: ops.RmsNorm | ops.LayerNorm, step: Step) -> Made:
-    return (_normed(op, op.x, step),)
+    return (_get_norm(op, op.x, step),)
 
 
-def _normed(norm: NormOp, x: Value, step: Step) -> Tensor:
+def _get_norm(norm: NormOp, x: Value, step: Step) -> Tensor:
     """Returns the norm of `x`, unless the producer of `x` has already computed it."""
     norm_value = step.normed.pop(x.name, None)
     return (
@@ -92,7 +92,7 @@ def _first_norm(op: Op, x: Value) -> NormOp | None:
 
 
 def linear(op: ops.Linear, step: Step) -> Made:
-    x = step.get(op.x) if op.norm is None else _normed(op.norm, op.x, step)
+    x = step.get(op.x) if op.norm is None else _get_norm(op.norm, op.x, step)
     product = step.weights.product(op)
     y = step.kernels.product(x, product)
     if step.adapters is not None and op.sites:

@@ -193,19 +193,19 @@ def _penalise(z: Tensor, inputs: dict[str, Tensor], stages: SamplingStages) -> N
     rows, ids = inputs["history_rows"], inputs["history_ids"].long()
     counts = inputs["history_counts"]
     if not stages.counts_last:
-        z[rows, ids] = _penalised(z[rows, ids], rows, counts, inputs["records"])
+        z[rows, ids] = _penalize(z[rows, ids], rows, counts, inputs["records"])
         return
     last, counts_last = inputs["last_ids"].long(), inputs["counts_last"]
     is_last = (ids == last[rows]).int() * counts_last[rows]
-    z[rows, ids] = _penalised(z[rows, ids], rows, counts + is_last, inputs["records"])
+    z[rows, ids] = _penalize(z[rows, ids], rows, counts + is_last, inputs["records"])
     is_new = counts_last - torch.zeros_like(counts_last).index_add_(0, rows, is_last)
     every = torch.arange(len(z), device=z.device)
     own = z[every, last]
-    alone = _penalised(own, every, is_new, inputs["records"])
+    alone = _penalize(own, every, is_new, inputs["records"])
     z[every, last] = torch.where(is_new > 0, alone, own)
 
 
-def _penalised(seen: Tensor, rows: Tensor, counts: Tensor, records: Tensor) -> Tensor:
+def _penalize(seen: Tensor, rows: Tensor, counts: Tensor, records: Tensor) -> Tensor:
     """Returns penalized logits `[N]` of tokens in `rows [N]` that occurred `counts [N]` times."""
     repetition, presence, frequency = (
         field(records, f"{name}_penalty").double()[rows]

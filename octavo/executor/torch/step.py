@@ -71,7 +71,7 @@ class Staging:
         host = self._host.numpy()
         for name, array in arrays.items():
             parts, num_bytes = _get_parts(name, array)
-            pitch, start = _aligned(num_bytes), offsets[name]
+            pitch, start = _align(num_bytes), offsets[name]
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(parts, num_bytes)
             host[start : start + parts * pitch].reshape(parts, pitch)[:, :num_bytes] = data
         if self._on_device is not self._host:
@@ -86,7 +86,7 @@ class Staging:
 
     def _view(self, name: str, start: int, array: NDArray) -> Tensor:
         parts, num_bytes = _get_parts(name, array)
-        pitch, dtype = _aligned(num_bytes), TYPES[array.dtype.name]
+        pitch, dtype = _align(num_bytes), TYPES[array.dtype.name]
         if parts == 1 or not num_bytes:
             return self._on_device[start : start + array.nbytes].view(dtype).view(array.shape)
         rows = self._on_device[start : start + parts * pitch].view(parts, pitch)
@@ -119,7 +119,7 @@ def _get_offsets(arrays: Mapping[str, NDArray]) -> tuple[dict[str, int], int]:
     for name, array in arrays.items():
         offsets[name] = end
         parts, num_bytes = _get_parts(name, array)
-        end += parts * _aligned(num_bytes)
+        end += parts * _align(num_bytes)
     return offsets, end
 
 
@@ -129,7 +129,7 @@ def _get_parts(name: str, array: NDArray) -> tuple[int, int]:
     return parts, array.nbytes // max(parts, 1)
 
 
-def _aligned(num_bytes: int) -> int:
+def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 

@@ -20,7 +20,7 @@ def join_groups(target: Program, draft: Program) -> tuple[Program, Program]:
     """Returns both Programs with the cache groups of both, the target's groups first."""
     own = tuple(_make_draft_group(group) for group in draft.groups)
     groups = (*target.groups, *own)
-    ops = tuple(_renamed(op) for op in draft.ops)
+    ops = tuple(_rename(op) for op in draft.ops)
     return replace(target, groups=groups), replace(draft, name="draft", groups=groups, ops=ops)
 
 
@@ -32,7 +32,7 @@ def _make_draft_group(group: CacheGroup) -> CacheGroup:
     return replace(group, name=PREFIX + group.name, window=window)
 
 
-def _renamed(op: Op) -> Op:
+def _rename(op: Op) -> Op:
     group = getattr(op, "group", None)
     if group is None:
         return op

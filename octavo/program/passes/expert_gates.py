@@ -24,7 +24,7 @@ def fold_expert_gates(program: Program) -> Program:
     }
     folded: list[Op] = []
     for op in program.ops:
-        if isinstance(op, ActMul) and (one := _folded(op, makers)) is not None:
+        if isinstance(op, ActMul) and (one := _fold(op, makers)) is not None:
             folded = [
                 folded_op for folded_op in folded if {op.gate, op.up}.isdisjoint(folded_op.outputs)
             ]
@@ -39,7 +39,7 @@ def fold_expert_gates(program: Program) -> Program:
     return result
 
 
-def _folded(act: ActMul, makers: dict[Value, GroupedLinear]) -> GroupedLinear | None:
+def _fold(act: ActMul, makers: dict[Value, GroupedLinear]) -> GroupedLinear | None:
     gate, up = makers.get(act.gate), makers.get(act.up)
     if gate is None or up is None or (gate.x, gate.ids) != (up.x, up.ids):
         return None

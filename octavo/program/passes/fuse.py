@@ -53,7 +53,7 @@ def _merge_linears(ops: list[Op], uses: _Uses) -> list[Op]:
     for op in ops:
         if isinstance(op, Linear) and _is_plain(op):
             first = merged.get((op.x, op.threshold))
-            merged[op.x, op.threshold] = op if first is None else _concatenated(first, op)
+            merged[op.x, op.threshold] = op if first is None else _concatenate(first, op)
     result, placed = [], set()
     for op in ops:
         if not isinstance(op, Linear) or not _is_plain(op):
@@ -64,7 +64,7 @@ def _merge_linears(ops: list[Op], uses: _Uses) -> list[Op]:
     return result
 
 
-def _concatenated(a: Linear, b: Linear) -> Linear:
+def _concatenate(a: Linear, b: Linear) -> Linear:
     biases = (a.biases or (None,) * len(a.weights_)) + (b.biases or (None,) * len(b.weights_))
     return replace(
         a,

@@ -19,7 +19,7 @@ def absorb_latents(program: Program) -> Program:
     ops: list[Op] = []
     for op in program.ops:
         if isinstance(op, MlaAttention) and op.form == "absorbed" and op.kv_b.cut is None:
-            ops += _absorbed(op)
+            ops += _absorb(op)
         else:
             ops.append(op)
     result = replace(program, ops=tuple(ops))
@@ -27,7 +27,7 @@ def absorb_latents(program: Program) -> Program:
     return result
 
 
-def _absorbed(op: MlaAttention) -> tuple[Op, ...]:
+def _absorb(op: MlaAttention) -> tuple[Op, ...]:
     heads, key_width = op.num_heads, op.latent_width + op.rope_width
     q = Value(f"{op.out.name}.queries", op.out.axis, heads * key_width)
     latents = Value(f"{op.out.name}.latents", op.out.axis, heads * op.latent_width)

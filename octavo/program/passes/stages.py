@@ -44,7 +44,7 @@ def stages(program: Program, num_stages: int) -> tuple[Program, ...]:
             f" {len(cuts)} points",
             hint=HINT,
         )
-    chosen = _balanced(program, cuts, num_stages)
+    chosen = _get_balanced_cuts(program, cuts, num_stages)
     ends = [*(cut.at for cut in chosen), len(program.ops)]
     values = [None, *(cut.value for cut in chosen), None]
     programs = tuple(
@@ -138,7 +138,9 @@ def _get_layer(op: Any) -> tuple[str, int]:
     return op.group, op.layer
 
 
-def _balanced(program: Program, cuts: Sequence[StageCut], num_stages: int) -> list[StageCut]:
+def _get_balanced_cuts(
+    program: Program, cuts: Sequence[StageCut], num_stages: int
+) -> list[StageCut]:
     """Returns the cuts that minimize the largest stage's weights; among equal choices, the first
     cuts.
     """
@@ -203,7 +205,7 @@ def extract_part(
         program,
         inputs=dict(inputs),
         outputs=dict(outputs),
-        ops=tuple(_renumbered(op, numbers) for op in some),
+        ops=tuple(_renumber(op, numbers) for op in some),
         groups=tuple(replace(group, num_layers=len(own[group.name])) for group in program.groups),
     )
     part.check()
@@ -222,7 +224,7 @@ def _is_layer(op: Op) -> bool:
     return _has_layer(op) and not isinstance(op, ops.KvWrite)
 
 
-def _renumbered(op: Op, numbers: dict[tuple[str, int], int]) -> Op:
+def _renumber(op: Op, numbers: dict[tuple[str, int], int]) -> Op:
     if not _has_layer(op):
         return op
     changed: Any = op

@@ -37,7 +37,7 @@ def awq_factors(
     ones = np.ones(rows.shape[1], np.float32)
     best, least_error = ones, np.inf
     for power in np.arange(NUM_POWERS) / NUM_POWERS:
-        factors = _balanced(strength**power)
+        factors = _balance(strength**power)
         grid = fit(rows * factors, ones)
         missed = RoundedMatrix(round_to(grid, rows * factors), grid).values() / factors - rows
         error = float(np.einsum("oi,oi->", missed @ inner, missed, optimize=True))
@@ -56,7 +56,7 @@ def smooth_factors(
     return np.asarray(shared, np.float32)
 
 
-def _balanced(factors: Floats32) -> Floats32:
+def _balance(factors: Floats32) -> Floats32:
     """Centers factors around 1 and limits them to what fp16 scales can represent."""
     factors = np.maximum(factors, np.float32(1e-4))
     factors = factors / np.sqrt(factors.max() * factors.min())

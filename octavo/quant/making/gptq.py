@@ -104,7 +104,7 @@ class GptqInputs:
         def lines(index: int, columns_left: Floats32) -> Lines:
             return steps[groups[index]], lows[groups[index]]
 
-        ordered = _rounded(weight.T[self.order], self._factor, lines, grid.top)
+        ordered = _round(weight.T[self.order], self._factor, lines, grid.top)
         codes = np.empty(ordered.shape, np.uint8)
         codes[self.order] = ordered
         back = np.argsort(self.order)
@@ -142,7 +142,7 @@ class GptqInputs:
                 seconds.append(second[:, 0])
             return scales[-1], -scales[-1] * seconds[-1]
 
-        codes = _rounded(columns, self._factor, lines, spec.top, unit=group)
+        codes = _round(columns, self._factor, lines, spec.top, unit=group)
         steps, zeros = np.stack(scales), np.stack(seconds)
         made = GroupedColumns(codes, steps, -steps * zeros, group, spec.top, zeros)
         refine(columns, made, self._hessian)
@@ -192,7 +192,7 @@ def _factor(hessian: NDArray[np.float64], damp: float) -> tuple[NDArray[np.float
     return np.eye(len(hessian)), np.eye(len(hessian), dtype=np.float32)
 
 
-def _rounded(
+def _round(
     columns: Floats32,
     factor: Floats32,
     lines: Callable[[int, Floats32], Lines],

@@ -82,8 +82,8 @@ class Grid:
         """Returns the grid with some rows divided by factors; codes stay the same."""
         return replace(
             self,
-            scales=_divided(self.scales, rows, factors),
-            mins=None if self.mins is None else _divided(self.mins, rows, factors),
+            scales=_divide(self.scales, rows, factors),
+            mins=None if self.mins is None else _divide(self.mins, rows, factors),
         )
 
 
@@ -269,7 +269,7 @@ def _ones_if_none(importance: Floats32 | None, inputs: int) -> Floats32:
     return np.maximum(importance, floor).astype(np.float32)
 
 
-def _divided(levels: Levels, rows: NDArray[np.intp], factors: Floats32) -> Levels:
+def _divide(levels: Levels, rows: NDArray[np.intp], factors: Floats32) -> Levels:
     """Divides some rows' values; the super-scales if there are two levels."""
     stored = levels.values if levels.super_scale is None else levels.super_scale
     changed = stored.copy()

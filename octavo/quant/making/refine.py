@@ -70,7 +70,7 @@ def _refined_group(
     codes = rounded.codes[own].astype(np.float32)
     moves = np.zeros_like(codes)
     if rounded.zeros is not None:
-        moves += _refitted(rounded, index, codes - rounded.zeros[index], hessian, slopes)
+        moves += _refit(rounded, index, codes - rounded.zeros[index], hessian, slopes)
         slopes += hessian @ moves
     step = rounded.steps[index]
     inverse = np.divide(np.float32(1), step, out=np.zeros_like(step), where=step != 0)
@@ -92,7 +92,7 @@ def _refined_group(
     return moves, changed
 
 
-def _refitted(
+def _refit(
     rounded: GroupedColumns, index: int, centred: Floats32, hessian: Floats32, slopes: Floats32
 ) -> Floats32:
     """Sets a group's steps to the values with the least error; returns the change of its values.

@@ -136,7 +136,7 @@ def chat_logprobs(
         return None
     content = []
     for token_id, step in zip(delta.token_ids, delta.logprobs, strict=True):
-        top = [_token(other, entry, names) for other, entry in _ranked(step)[:num_top]]
+        top = [_token(other, entry, names) for other, entry in _rank(step)[:num_top]]
         own = _token(token_id, step[token_id], names)
         content.append(ChatLogprob(own.token, own.logprob, own.bytes, top))
     return ChatLogprobs(content)
@@ -162,13 +162,13 @@ def _plain(entry: Logprob) -> dict[str, Any]:
 
 def _top(step: dict[int, Logprob], token_id: int, num_top: int) -> list[tuple[int, Logprob]]:
     """Returns the best alternatives, including the token itself."""
-    best = _ranked(step)[:num_top]
+    best = _rank(step)[:num_top]
     return (
         best if any(other == token_id for other, _ in best) else [*best, (token_id, step[token_id])]
     )
 
 
-def _ranked(step: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
+def _rank(step: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
     return sorted(step.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
 
 

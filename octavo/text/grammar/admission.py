@@ -51,80 +51,80 @@ Grammar = dict[str, Any]
 """A grammar in llguidance's format: a name and a JSON schema or Lark text."""
 
 
-def admit(form: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
+def admit(outputs: StructuredOutputs, compiler: GrammarCompiler) -> GrammarSpec:
     """Returns the grammar of a structured output request; raises InvalidRequest if it cannot be
     compiled.
     """
-    check_unicode(form.starts_after, form.given_as)
-    check_unicode(form.begins_with, form.given_as)
+    check_unicode(outputs.starts_after, outputs.given_as)
+    check_unicode(outputs.begins_with, outputs.given_as)
     try:
-        grammars = _grammars(form, compiler)
+        grammars = _grammars(outputs, compiler)
     except SchemaError as error:
-        raise grammar_error(form.given_as, f"{form.kind}: {error}") from None
+        raise grammar_error(outputs.given_as, f"{outputs.kind}: {error}") from None
     text = json.dumps(grammars, ensure_ascii=False, separators=(",", ":"))
     spec = GrammarSpec(
-        form.kind,
+        outputs.kind,
         text,
-        starts_after=form.starts_after,
-        begins_with=form.begins_with,
-        most_tokens_before=form.most_tokens_before,
-        may_end_before=form.may_end_before,
+        starts_after=outputs.starts_after,
+        begins_with=outputs.begins_with,
+        most_tokens_before=outputs.most_tokens_before,
+        may_end_before=outputs.may_end_before,
     )
     try:
         probe(compiler.compile(spec))
     except GrammarError as error:
         faults = [find_schema_error(one) for one in grammars if "json_schema" in one]
         found = next((fault for fault in faults if fault is not None), error)
-        raise grammar_error(form.given_as, f"{form.kind}: {found}") from None
+        raise grammar_error(outputs.given_as, f"{outputs.kind}: {found}") from None
     return spec
 
 
-def _grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
-    if form.or_structural_tag is None:
-        return _own_grammars(form, compiler)
+def _grammars(outputs: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
+    if outputs.or_structural_tag is None:
+        return _own_grammars(outputs, compiler)
     calls = StructuredOutputs(
-        structural_tag=form.or_structural_tag,
-        disable_additional_properties=form.disable_additional_properties,
+        structural_tag=outputs.or_structural_tag,
+        disable_additional_properties=outputs.disable_additional_properties,
         given_as="tools",
     )
-    own = _own_grammars(form, compiler)[0] | {"name": "own"}
+    own = _own_grammars(outputs, compiler)[0] | {"name": "own"}
     either = {"name": "either", "lark_grammar": "start: @own | @answer\n"}
     return [either, own, *_tag_grammars(calls, compiler)]
 
 
-def _own_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
-    if form.structural_tag is not None:
-        return _tag_grammars(form, compiler)
-    if form.json is not None or form.json_object is not None:
-        schema = {"type": "object"} if form.json is None else form.json
-        return [_json(form, schema, "answer", spaced=form.disable_any_whitespace is None)]
-    return [{"name": "answer", "lark_grammar": _lark(form)}]
+def _own_grammars(outputs: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
+    if outputs.structural_tag is not None:
+        return _tag_grammars(outputs, compiler)
+    if outputs.json is not None or outputs.json_object is not None:
+        schema = {"type": "object"} if outputs.json is None else outputs.json
+        return [_json(outputs, schema, "answer", spaced=outputs.disable_any_whitespace is None)]
+    return [{"name": "answer", "lark_grammar": _lark(outputs)}]
 
 
-def _json(form: StructuredOutputs, given: Any, name: str, *, spaced: bool = False) -> Grammar:
+def _json(outputs: StructuredOutputs, given: Any, name: str, *, spaced: bool = False) -> Grammar:
     """Returns the grammar of a schema's JSON.
 
     `spaced` formats like `json.dumps`: one line, with a space after commas and colons. Small models
     fail with free whitespace.
     """
     schema = prepare_schema(read(given))
-    if form.disable_additional_properties is not False:
+    if outputs.disable_additional_properties is not False:
         close_objects(schema)
     check_cycles(schema)
     rewrite_patterns(schema)
-    options = json_options(form, spaced=spaced) | escape_options(schema)
+    options = json_options(outputs, spaced=spaced) | escape_options(schema)
     return {"name": name, "json_schema": schema | {OPTIONS: options}}
 
 
-def json_options(form: StructuredOutputs, *, spaced: bool = False) -> dict[str, Any]:
+def json_options(outputs: StructuredOutputs, *, spaced: bool = False) -> dict[str, Any]:
     """Returns llguidance's options for a schema.
 
     By default JSON is on one line; tool-call arguments may omit the spaces that `spaced` requires.
     """
-    pattern = form.whitespace_pattern
-    if form.disable_any_whitespace is False:
+    pattern = outputs.whitespace_pattern
+    if outputs.disable_any_whitespace is False:
         pattern = pattern or WHITESPACE
-    space = "" if pattern or form.disable_any_whitespace else " " if spaced else " ?"
+    space = "" if pattern or outputs.disable_any_whitespace else " " if spaced else " ?"
     return {
         "item_separator": f",{space}",
         "key_separator": f":{space}",
@@ -135,37 +135,37 @@ def json_options(form: StructuredOutputs, *, spaced: bool = False) -> dict[str, 
     }
 
 
-def _lark(form: StructuredOutputs) -> str:
-    if form.choice is not None:
-        for text in form.choice:
-            check_unicode(text, form.given_as)
-        _check_length(form, sum(map(len, form.choice)))
-        return lark.choice(form.choice)
-    text = str(form.grammar if form.regex is None else form.regex)
-    check_unicode(text, form.given_as)
-    _check_length(form, len(text))
-    if form.regex is not None:
+def _lark(outputs: StructuredOutputs) -> str:
+    if outputs.choice is not None:
+        for text in outputs.choice:
+            check_unicode(text, outputs.given_as)
+        _check_length(outputs, sum(map(len, outputs.choice)))
+        return lark.choice(outputs.choice)
+    text = str(outputs.grammar if outputs.regex is None else outputs.regex)
+    check_unicode(text, outputs.given_as)
+    _check_length(outputs, len(text))
+    if outputs.regex is not None:
         made: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         return made
     try:
         made = str(any_to_lark(text))
     except (RecursionError, Exception) as error:  # the converter may raise any error
-        raise grammar_error(form.given_as, f"grammar: cannot be parsed: {error}"[:500]) from None
+        raise grammar_error(outputs.given_as, f"grammar: cannot be parsed: {error}"[:500]) from None
     for schema in schemas_in(text):
         check_chains(schema)
     if (depth := lark.depth(made)) > MAX_RULE_DEPTH:
         raise grammar_error(
-            form.given_as,
+            outputs.given_as,
             f"grammar: {depth:,} nested rules, expected at most {MAX_RULE_DEPTH}",
         )
     return made
 
 
-def _check_length(form: StructuredOutputs, num_chars: int) -> None:
+def _check_length(outputs: StructuredOutputs, num_chars: int) -> None:
     if num_chars > MAX_BYTES:
         raise grammar_error(
-            form.given_as,
-            f"{form.kind}: got {num_chars:,} characters, expected at most {MAX_BYTES:,}",
+            outputs.given_as,
+            f"{outputs.kind}: got {num_chars:,} characters, expected at most {MAX_BYTES:,}",
         )
 
 
@@ -184,73 +184,77 @@ def find_schema_error(grammar: Grammar) -> SchemaError | None:
 # -- structural tags -------------------------------------------------------------------------------
 
 
-def _tag_grammars(form: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
+def _tag_grammars(outputs: StructuredOutputs, compiler: GrammarCompiler) -> list[Grammar]:
     """Returns the grammar of free text with tags, followed by the grammars of the tags'
     contents.
     """
-    structures = _structures(form)
-    bodies = [_body(form, structure, f"body_{index}") for index, structure in enumerate(structures)]
+    structures = _structures(outputs)
+    bodies = [
+        _body(outputs, structure, f"body_{index}") for index, structure in enumerate(structures)
+    ]
     names = [body["name"] for body in bodies]
-    tag = read(form.structural_tag or {})
+    tag = read(outputs.structural_tag or {})
     layout = lark.TagLayout(
         at_least_one=tag.get("at_least_one") is True,
         stop_after_first=tag.get("stop_after_first") is True,
-        begins_unlike=form.begins_with,
+        begins_unlike=outputs.begins_with,
     )
     special = compiler.special_tokens
-    if form.frame is not None:
-        if not lark.has_marks(form.frame, special):
+    if outputs.frame is not None:
+        if not lark.has_marks(outputs.frame, special):
             raise grammar_error(
-                form.given_as,
-                f"the model has no special tokens for {form.frame.opening!r} and"
-                f" {form.frame.text!r}, which separate its messages",
+                outputs.given_as,
+                f"the model has no special tokens for {outputs.frame.opening!r} and"
+                f" {outputs.frame.text!r}, which separate its messages",
                 "set another format with --tool-call-parser",
             )
-        whole = lark.build_message_grammar(structures, names, special, form.frame, layout)
+        whole = lark.build_message_grammar(structures, names, special, outputs.frame, layout)
     else:
         whole = lark.tags(structures, names, special, layout)
     return [{"name": "answer", "lark_grammar": whole}, *bodies]
 
 
-def _structures(form: StructuredOutputs) -> list[dict[str, Any]]:
-    tag = read(form.structural_tag or {})
+def _structures(outputs: StructuredOutputs) -> list[dict[str, Any]]:
+    tag = read(outputs.structural_tag or {})
     structures: Any = tag.get("structures")
     triggers = tag.get("triggers")
     for name in ("at_least_one", "stop_after_first"):
         if not isinstance(tag.get(name, False), bool):
-            raise _bad_tag(form, f"{name} is true or false")
+            raise _bad_tag(outputs, f"{name} is true or false")
     if not _is_list(structures, dict) or not _is_list(triggers, str):
-        raise _bad_tag(form, "expected structures and triggers, lists of at least one")
+        raise _bad_tag(outputs, "expected structures and triggers, lists of at least one")
     if len(structures) > MAX_TAGS:
-        raise _bad_tag(form, f"got {len(structures)} structures, expected at most {MAX_TAGS}")
-    return [_structure(form, one, triggers) for one in structures]
+        raise _bad_tag(outputs, f"got {len(structures)} structures, expected at most {MAX_TAGS}")
+    return [_structure(outputs, one, triggers) for one in structures]
 
 
 def _structure(
-    form: StructuredOutputs, structure_fields: Mapping[str, Any], triggers: Any
+    outputs: StructuredOutputs, structure_fields: Mapping[str, Any], triggers: Any
 ) -> dict[str, Any]:
     unknown = sorted(set(structure_fields) - {"begin", "end", "schema", "grammar", "regex"})
     if unknown:
-        raise _bad_tag(form, f"a structure has the keys begin, schema and end; got {unknown[0]!r}")
+        raise _bad_tag(
+            outputs, f"a structure has the keys begin, schema and end; got {unknown[0]!r}"
+        )
     begin, end = structure_fields.get("begin"), structure_fields.get("end", "")
     if not isinstance(begin, str) or not isinstance(end, str):
-        raise _bad_tag(form, "begin and end must be strings")
+        raise _bad_tag(outputs, "begin and end must be strings")
     trigger = next((one for one in triggers if one and begin.startswith(one)), None)
     if trigger is None:
-        raise _bad_tag(form, f"no trigger is a prefix of {begin[:80]!r}")
+        raise _bad_tag(outputs, f"no trigger is a prefix of {begin[:80]!r}")
     for text in (begin, end):
-        check_unicode(text, form.given_as)
+        check_unicode(text, outputs.given_as)
     return {**structure_fields, "begin": begin, "end": end, "trigger": trigger}
 
 
-def _body(form: StructuredOutputs, structure: Mapping[str, Any], name: str) -> Grammar:
+def _body(outputs: StructuredOutputs, structure: Mapping[str, Any], name: str) -> Grammar:
     """Returns the grammar between a structure's begin and end."""
     kinds = [kind for kind in ("schema", "grammar", "regex") if kind in structure]
     if len(kinds) != 1:
-        raise _bad_tag(form, "a structure has exactly one of schema, grammar, regex")
+        raise _bad_tag(outputs, "a structure has exactly one of schema, grammar, regex")
     if kinds == ["schema"]:
-        return _json(form, structure["schema"], name)
-    part = StructuredOutputs(**{kinds[0]: structure[kinds[0]], "given_as": form.given_as})
+        return _json(outputs, structure["schema"], name)
+    part = StructuredOutputs(**{kinds[0]: structure[kinds[0]], "given_as": outputs.given_as})
     return {"name": name, "lark_grammar": _lark(part)}
 
 
@@ -258,5 +262,5 @@ def _is_list(value: object, kind: type) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, kind) for one in value)
 
 
-def _bad_tag(form: StructuredOutputs, message: str) -> InvalidRequest:
-    return grammar_error(form.given_as, f"structural_tag: {message}")
+def _bad_tag(outputs: StructuredOutputs, message: str) -> InvalidRequest:
+    return grammar_error(outputs.given_as, f"structural_tag: {message}")

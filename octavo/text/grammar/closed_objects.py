@@ -52,7 +52,7 @@ def _iter_open_subschemas(root: dict[str, Any], schema: dict[str, Any]) -> Itera
     for key in CONDITIONS:
         yield from _within(root, schema.get(key))
     if not _is_transparent(schema):
-        for part in _applied(root, schema):
+        for part in _get_applied_subschemas(root, schema):
             yield from _within(root, part)
 
 
@@ -64,11 +64,11 @@ def _within(root: dict[str, Any], schema: Any) -> list[dict[str, Any]]:
         one = waiting.pop()
         if isinstance(one, dict) and id(one) not in schemas_by_id:
             schemas_by_id[id(one)] = one
-            waiting += reversed(list(_applied(root, one)))
+            waiting += reversed(list(_get_applied_subschemas(root, one)))
     return list(schemas_by_id.values())
 
 
-def _applied(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
+def _get_applied_subschemas(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
     """Yields the direct subschemas that apply to the same value."""
     target = resolve_reference(root, schema.get("$ref"))
     if target is not None:

@@ -108,7 +108,7 @@ def _enforceable(text: str, is_strict: bool) -> Enforceable:
     until = time.monotonic() + REPAIR_S
     for _ in range(MAX_REPAIRS):
         try:
-            return Enforceable(_compiled(root), tuple(dropped))
+            return Enforceable(_prepare_for_compiler(root), tuple(dropped))
         except SchemaError as error:
             if is_strict:
                 raise
@@ -118,7 +118,7 @@ def _enforceable(text: str, is_strict: bool) -> Enforceable:
     return Enforceable(ANY_OBJECT, (*dropped, "#"))
 
 
-def _compiled(root: dict[str, Any]) -> dict[str, Any]:
+def _prepare_for_compiler(root: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema prepared for the compiler; raises SchemaError with the location of an
     error.
     """

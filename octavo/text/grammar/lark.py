@@ -43,10 +43,10 @@ def depth(grammar: str) -> int:
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:
     """Returns a rule that matches a text, with special tokens referenced by id."""
     if not special:
-        return _quoted(text)
+        return _quote(text)
     names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
     parts = [part for part in re.split(f"({names})", text) if part]
-    return " ".join(f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts)
+    return " ".join(f"<[{special[part]}]>" if part in special else _quote(part) for part in parts)
 
 
 def choice(texts: Sequence[str]) -> str:
@@ -222,7 +222,7 @@ def build_after_grammar(spec: GrammarSpec, name: str, special: Mapping[str, int]
     return f"start: {start} BETWEEN @{name}{last}\n{before}\n{BETWEEN}\n"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Quotes a text; llguidance accepts control characters only as escapes."""
     quoted = json.dumps(text, ensure_ascii=False)
     return re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", quoted)

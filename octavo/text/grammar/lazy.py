@@ -61,9 +61,9 @@ class AdmittedForms:
                 self._num_bytes -= len(oldest.text)
 
 
-def get_digest(form: StructuredOutputs) -> bytes | None:
+def get_digest(outputs: StructuredOutputs) -> bytes | None:
     """Returns a content digest; None if the request is not valid JSON."""
-    fields = {name: getattr(form, name) for name in form.__struct_fields__}
+    fields = {name: getattr(outputs, name) for name in outputs.__struct_fields__}
     try:
         text = json.dumps(fields, default=msgspec.to_builtins, allow_nan=False)
     except (RecursionError, TypeError, ValueError):
@@ -88,33 +88,33 @@ class LazyGrammars:
     def num_bytes(self, spec: GrammarSpec) -> int:
         return self.compiler.num_bytes(spec)
 
-    def knows(self, form: StructuredOutputs) -> bool:
+    def knows(self, outputs: StructuredOutputs) -> bool:
         """Returns whether a request's grammar is cached, so that `admit` is fast."""
-        digest = get_digest(self._configured(form))
+        digest = get_digest(self._configured(outputs))
         return digest is not None and self._admitted.find(digest) is not None
 
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | None]:
         return self.compiler.masks(matchers)
 
-    def admit(self, form: StructuredOutputs) -> GrammarSpec:
+    def admit(self, outputs: StructuredOutputs) -> GrammarSpec:
         """Returns the grammar of a request; raises InvalidRequest if it cannot be compiled."""
         from octavo.text.grammar.admission import admit
 
-        form = self._configured(form)
-        digest = get_digest(form)
+        outputs = self._configured(outputs)
+        digest = get_digest(outputs)
         spec = None if digest is None else self._admitted.find(digest)
         if spec is None:
-            spec = admit(form, self.compiler)
+            spec = admit(outputs, self.compiler)
             if digest is not None:
                 self._admitted.add(digest, spec)
         return spec
 
-    def _configured(self, form: StructuredOutputs) -> StructuredOutputs:
+    def _configured(self, outputs: StructuredOutputs) -> StructuredOutputs:
         """Fills in the engine's default of `disable_additional_properties`."""
-        if form.disable_additional_properties is not None:
-            return form
+        if outputs.disable_additional_properties is not None:
+            return outputs
         closes = not self._opens_objects
-        return msgspec.structs.replace(form, disable_additional_properties=closes)
+        return msgspec.structs.replace(outputs, disable_additional_properties=closes)
 
     def continues(self, spec: GrammarSpec, token_ids: Sequence[int]) -> bool:
         """Returns whether tokens are a valid prefix of a grammar's text."""

@@ -262,7 +262,7 @@ def object_shapes(root: Schema) -> list[ObjectShape]:
     Raises SchemaError if no object is allowed.
     """
     shapes = _alternatives(root, root, _own_shapes, _intersect_shapes)
-    found = [counted for shape in shapes for counted in _counted(_satisfiable(root, shape))]
+    found = [counted for shape in shapes for counted in _count(_satisfiable(root, shape))]
     if not found:
         raise SchemaError("#", "allows no object")
     return found
@@ -348,7 +348,7 @@ def can_be(root: Schema, schema: Schema) -> bool:
     return not fault_in(json.dumps({"grammars": [{"json_schema": part}]})).startswith(UNMET)
 
 
-def _counted(shape: ObjectShape | None) -> list[ObjectShape]:
+def _count(shape: ObjectShape | None) -> list[ObjectShape]:
     """Returns shapes whose `min_count` and `max_count` count only unnamed properties."""
     if shape is None:
         return []

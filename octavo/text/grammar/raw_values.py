@@ -38,10 +38,10 @@ ANYTHING = r"/(.|\n)*/"
 def quote(text: str, closing: str) -> str:
     """Returns a text as a JSON string with each closing text escaped."""
     parts = (json.dumps(part, ensure_ascii=False)[1:-1] for part in text.split(closing))
-    return f'"{_escaped(closing).join(parts)}"'
+    return f'"{_escape(closing).join(parts)}"'
 
 
-def _escaped(closing: str) -> str:
+def _escape(closing: str) -> str:
     return f"\\u{ord(closing[0]):04x}{json.dumps(closing[1:], ensure_ascii=False)[1:-1]}"
 
 
@@ -162,7 +162,7 @@ def raw_terminal(leaves: Sequence[Leaf], closing: str, types: Collection[str]) -
 
 def plain_terminal(closing: str, types: Collection[str], by_json: Collection[str] = ()) -> str:
     """Returns the terminal of unquoted strings."""
-    banned = [rf"(.|\n)*{_regex(closing)}(.|\n)*", rf'"(.|\n)*{_regex(_escaped(closing))}(.|\n)*"']
+    banned = [rf"(.|\n)*{_regex(closing)}(.|\n)*", rf'"(.|\n)*{_regex(_escape(closing))}(.|\n)*"']
     if others := frozenset(types) - STRING:
         banned += [rf'"?({_scalars(others)})"?'] if others - set(BRACKETS) else []
     chars = "".join(f"\\{char}" for name, char in BRACKETS.items() if name in types)
@@ -184,7 +184,7 @@ def _beginnings(chars: str, digits: str) -> str:
 
 def _strings(leaf: Leaf, closing: str, types: Collection[str], plain: str) -> list[str]:
     if leaf.values is not None:
-        spelled = (_spelled(text, closing, types) for text in leaf.values)
+        spelled = (_spell(text, closing, types) for text in leaf.values)
         return [literal(text) for text in spelled if text is not None]
     limits = [f"/{whole_pattern(pattern)}/" for pattern in leaf.get_limits("pattern")]
     limits += [f"/{FORMATS[name]}/" for name in leaf.get_limits("format") if name in FORMATS]
@@ -195,7 +195,7 @@ def _strings(leaf: Leaf, closing: str, types: Collection[str], plain: str) -> li
     return [" & ".join([*limits, plain])]
 
 
-def _spelled(text: str, closing: str, types: Collection[str]) -> str | None:
+def _spell(text: str, closing: str, types: Collection[str]) -> str | None:
     """Returns the text with which a string is written; None if it cannot be written."""
     written = quote(text, closing) if needs_quotes(text, closing, types) else text
     is_read = json.loads(read_raw(written, closing, types)) == text

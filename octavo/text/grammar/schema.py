@@ -72,7 +72,7 @@ class SubSchema:
 def read(schema: Mapping[str, Any] | str | bool) -> dict[str, Any]:
     """Returns a schema as an object, from an object, JSON text or boolean."""
     if isinstance(schema, str):
-        schema = _parsed(schema)
+        schema = _parse(schema)
     if schema is False:
         raise SchemaError("#", "the schema false matches nothing")
     if schema is True:
@@ -83,7 +83,7 @@ def read(schema: Mapping[str, Any] | str | bool) -> dict[str, Any]:
     return dict(schema)
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     if len(text) > MAX_BYTES:
         raise SchemaError("#", f"got {len(text):,} characters, expected at most {MAX_BYTES:,}")
     try:
@@ -310,10 +310,10 @@ def _constants(root: Schema, schema: Schema) -> set[str] | None:
     """Returns the normalized values that a schema enumerates; None if it is not an enumeration."""
     schema = _target(root, schema)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return {_spelled(value) for value in values} if isinstance(values, list) else None
+    return {_spell(value) for value in values} if isinstance(values, list) else None
 
 
-def _spelled(value: Any) -> str:
+def _spell(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)

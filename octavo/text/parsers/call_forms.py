@@ -141,7 +141,7 @@ def start_after(own: StructuredOutputs, before: ReasoningSpan, **changed: Any) -
 def _calls_tag(tools: ToolFormat | ChannelFormat, rules: CallRules) -> dict[str, Any]:
     """Returns the structural tag of calls: within free text, or alone if required."""
     structures = [
-        _structure(tools, name, _checked(name, schema, rules.given_as))
+        _structure(tools, name, _get_schema(name, schema, rules.given_as))
         for name, schema in rules.functions.items()
     ]
     return {
@@ -166,7 +166,7 @@ def _structure(
     return structure | tools.arguments_form(schema)
 
 
-def _checked(name: str, schema: Mapping[str, Any], given_as: str) -> Mapping[str, Any]:
+def _get_schema(name: str, schema: Mapping[str, Any], given_as: str) -> Mapping[str, Any]:
     """Returns the function's schema for the compiler; raises InvalidRequest if it cannot be
     enforced.
     """

@@ -58,10 +58,10 @@ def unescape_string(source: TextSource, emit: Emit) -> Steps[None]:
         source.take()
         if char == '"':
             return
-        emit((yield from _escaped(source)))
+        emit((yield from _escape(source)))
 
 
-def _escaped(source: TextSource) -> Steps[str]:
+def _escape(source: TextSource) -> Steps[str]:
     """Decodes an escape after its backslash."""
     char = yield from source.next()
     source.take()

@@ -105,7 +105,7 @@ def _literal(source: TextSource) -> Steps[str]:
     while True:
         char = yield from source.next()
         if char in "\"'":
-            yield from _quoted(source, pieces)
+            yield from _quote(source, pieces)
             continue
         if not closing and char in ",)":
             if char == ",":
@@ -118,7 +118,7 @@ def _literal(source: TextSource) -> Steps[str]:
             closing.pop()
 
 
-def _quoted(source: TextSource, pieces: list[str]) -> Steps[None]:
+def _quote(source: TextSource, pieces: list[str]) -> Steps[None]:
     """Copies a string including its single or triple quotes."""
     quote = yield from source.next()
     end = quote * 3 if (yield from source.peek(3)) == quote * 3 else quote

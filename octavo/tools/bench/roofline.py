@@ -120,7 +120,7 @@ def picture(profile: Profile, title: str) -> str:
         f'<text x="{MARGIN}" y="30" font-size="15">{escape(title)}</text>',
         *_grid(axes),
         *_roofs(axes, profile),
-        *_dots(axes, ops),
+        *_draw_dots(axes, ops),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -179,7 +179,7 @@ def _roofs(axes: _Axes, profile: Profile) -> Iterator[str]:
         )
 
 
-def _dots(axes: _Axes, ops: list[OpProfile]) -> Iterator[str]:
+def _draw_dots(axes: _Axes, ops: list[OpProfile]) -> Iterator[str]:
     total = sum(op.seconds for op in ops)
     for index, op in enumerate(ops):
         colour = COLOURS[index % len(COLOURS)]

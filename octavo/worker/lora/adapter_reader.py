@@ -83,7 +83,7 @@ class AdapterReader:
                 num_elsewhere += 1
                 continue
             for site in self._get_sites(update, adapter):
-                if (low_rank := self._fitted(update, site, adapter)) is not None:
+                if (low_rank := self._fit(update, site, adapter)) is not None:
                     updates[site] = low_rank
         if not (updates or num_elsewhere):
             raise WeightMismatch(
@@ -123,7 +123,7 @@ class AdapterReader:
     def is_table(self, site: Site) -> bool:
         return site in self._tables
 
-    def _fitted(self, update: ModuleUpdate, site: Site, adapter: PeftAdapter) -> LowRank | None:
+    def _fit(self, update: ModuleUpdate, site: Site, adapter: PeftAdapter) -> LowRank | None:
         """Returns the part of a module's update for one site. Returns None if it changes
         nothing.
         """

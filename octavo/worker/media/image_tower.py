@@ -46,7 +46,7 @@ class ImageTower:
             made = self._encode_view(image)
         else:
             views = [self._encode_view(view) for view in square_views(image)]
-            made = self._packed(image, views)
+            made = self._pack(image, views)
         if not np.isfinite(made).all():
             raise ValueError("the tower's rows of an image contain NaN")
         return np.ascontiguousarray(made)
@@ -70,7 +70,7 @@ class ImageTower:
             batch = rows_batch(cells.reshape(len(cells), -1), 1)
         return self._run(projector, batch)[patches.cell_order]
 
-    def _packed(self, image: MediaPixels, views: list[Rows]) -> Rows:
+    def _pack(self, image: MediaPixels, views: list[Rows]) -> Rows:
         """Returns the rows of an image's views with newline rows."""
         newline = self._run(self.programs[NEWLINE], rows_batch(np.zeros_like(views[0][:1]), 1))
         if image.tiles == (0, 0):

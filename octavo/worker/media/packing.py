@@ -27,13 +27,13 @@ def pack_views(
     grid = np.stack(rest).reshape((rows, columns, side, side, width))
     grid = grid.transpose((0, 2, 1, 3, 4)).reshape((rows * side, columns * side, width))
     grid = grid[packed.top :, packed.left :][: packed.height, : packed.width]
-    grid = _scaled(_scaled(grid, 0, packed.scaled_height), 1, packed.scaled_width)
+    grid = _scale(_scale(grid, 0, packed.scaled_height), 1, packed.scaled_width)
     ends = np.broadcast_to(newline, (len(grid), 1, width))
     lines = np.concatenate([grid, ends], axis=1).reshape((-1, width))
     return np.concatenate([entire, lines]).astype(entire.dtype, copy=False)
 
 
-def _scaled(grid: Rows, axis: int, size: int) -> Rows:
+def _scale(grid: Rows, axis: int, size: int) -> Rows:
     """Scales one axis by linear interpolation, as `interpolate` of PyTorch."""
     count = grid.shape[axis]
     if count == size:

@@ -157,7 +157,7 @@ def tower_batch(
         query_starts=starts,
         context_lens=np.array(contexts, np.int32).reshape(len(groups), num),
         slots=np.array(slots, np.int32).reshape(len(groups), count),
-        block_tables=_padded(tables, num),
+        block_tables=_pad(tables, num),
         sample_rows=key_indices[num_extra:],
         input_rows=patches.rows,
         input_row_indices=key_indices - num_extra,
@@ -189,7 +189,7 @@ def rows_batch(rows: Rows, rows_per_request: int) -> StepBatch:
     )
 
 
-def _padded(tables: list[list[range]], num_requests: int) -> NDArray[np.int32]:
+def _pad(tables: list[list[range]], num_requests: int) -> NDArray[np.int32]:
     width = max((len(row) for table in tables for row in table), default=1)
     padded = np.full((len(tables), num_requests, width), -1, np.int32)
     for group, table in enumerate(tables):

@@ -119,10 +119,10 @@ class CalibrationRun:
         if isinstance(op, Attention) and _is_plain(op):
             return (self._attention(op),)
         if isinstance(op, GroupedLinear) and op.up is None:
-            return (self._grouped(op),)
+            return (self._group(op),)
         return tuple(FORMULAS[type(op)](op, self._step))
 
-    def _grouped(self, op: GroupedLinear) -> Floats:
+    def _group(self, op: GroupedLinear) -> Floats:
         """Multiplies the rows of each expert at once."""
         x, experts = self._step.get(op.x), self._step.get(op.ids).reshape(-1)
         matrices = self._step.weights[op.weight]

@@ -186,7 +186,7 @@ class Quantizer:
         if self._exact is not None:
             weight = statistics.gptq.compensate(weight, self._missed(run, op, statistics))
         if factors is None:
-            rounded = self._rounded(plan, weight, statistics)
+            rounded = self._round(plan, weight, statistics)
             self._values[name] = rounded.values()
         else:
             importance = (statistics.importance / np.square(factors)).astype(np.float32)
@@ -218,13 +218,13 @@ class Quantizer:
                 self.journal.listed.append(plan.module)
                 rounded = self._nearest(plan)
             else:
-                rounded = self._rounded(plan, self._weight(plan), statistics)
+                rounded = self._round(plan, self._weight(plan), statistics)
             made.append(rounded.values())
             self._waiting[name] = rounded
             bar.advance()
         return np.stack(made)
 
-    def _rounded(
+    def _round(
         self, plan: MatrixPlan, weight: Floats32, statistics: RowStatistics
     ) -> RoundedMatrix:
         if self.recipe.method == "gptq":
@@ -275,7 +275,7 @@ class Quantizer:
             return None
         if x.name not in self._factors:
             factors = self._chosen_factors(run, x, fold, statistics)
-            self._factors[x.name] = self._folded(fold, factors)
+            self._factors[x.name] = self._fold(fold, factors)
         return self._factors[x.name]
 
     def _chosen_factors(
@@ -298,19 +298,19 @@ class Quantizer:
         quick = fitted(self.recipe.grid(self.recipe.bits), searches=False)
         return awq_factors(weights, statistics.hessian, strength, quick)
 
-    def _folded(self, fold: Fold, factors: Floats32) -> Floats32:
+    def _fold(self, fold: Fold, factors: Floats32) -> Floats32:
         """Divides the weights that produce an input by its factors; returns the factors as rounded
         in the precision of these weights.
         """
         if isinstance(fold, NormFold):
             whole = self._vector(fold.weight) + np.float32(fold.offset)
-            stored = self._divided(fold.weight, factors, fold.offset)
+            stored = self._divide(fold.weight, factors, fold.offset)
             usable = (whole != 0) & (stored + np.float32(fold.offset) != 0)
             exact: Floats32 = np.divide(
                 whole, stored + np.float32(fold.offset), out=factors.copy(), where=usable
             )
             if fold.bias is not None:
-                self._divided(fold.bias, exact, 0.0)
+                self._divide(fold.bias, exact, 0.0)
             return exact
         first, each = np.unique(fold.rows, return_index=True)
         own = factors[each]
@@ -320,14 +320,14 @@ class Quantizer:
         )
         self._waiting[name] = self._waiting[name].divided(rows, own)
         if fold.bias is not None:
-            self._divided(fold.bias, own, 0.0)
+            self._divide(fold.bias, own, 0.0)
         return factors
 
     def _vector(self, weight: Weight) -> Floats32:
         vector: Floats32 = self.load(weight).dequantize()
         return vector
 
-    def _divided(self, weight: Weight, factors: Floats32, offset: float) -> Floats32:
+    def _divide(self, weight: Weight, factors: Floats32, offset: float) -> Floats32:
         """Writes a vector divided by factors; returns it as it will be read back."""
         name = weight.tensor_names[0]
         whole: Floats32 = self._vectors.get(name, self.checkpoint.tensor(name).dequantize())

@@ -120,7 +120,7 @@ def join_first(host: str, port: int, secret: str | None, rank: int) -> Connectio
     give_up_at = time.monotonic() + JOIN_S
     while True:
         try:
-            return _joined(host, port, _get_key(secret), rank)
+            return _join(host, port, _get_key(secret), rank)
         except (OSError, EOFError) as error:
             if time.monotonic() > give_up_at:
                 raise ConfigError(
@@ -130,7 +130,7 @@ def join_first(host: str, port: int, secret: str | None, rank: int) -> Connectio
         time.sleep(RETRY_S)
 
 
-def _joined(host: str, port: int, key: bytes, rank: int) -> Connection:
+def _join(host: str, port: int, key: bytes, rank: int) -> Connection:
     connection = _make_connection(socket.create_connection((host, port), HANDSHAKE_S))
     try:
         with _within(connection, HANDSHAKE_S):

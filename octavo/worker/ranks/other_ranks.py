@@ -24,7 +24,7 @@ import msgspec
 from octavo.api.errors import EngineDead, OctavoError
 from octavo.engine.protocol.kv_messages import ConnectorReport
 from octavo.executor.ranks import RankRendezvous
-from octavo.utils.child_process import ChildFailed, describe_exit, end_process, start_bound
+from octavo.utils.child_process import ChildFailed, describe_exit, end_process, start_bound_child
 from octavo.worker.ranks.messages import CloseRank, FromRank, RankReport, RankSetup, ToRank
 
 MAIN = "octavo.worker.ranks.process:main"
@@ -60,7 +60,7 @@ def start_here(setup: RankSetup, inherited: tuple[int, ...]) -> StartedRank:
     # killed with that thread only if this is the main thread, which lives as long as the process.
     dies_with_parent = int(threading.current_thread() is threading.main_thread())
     arguments = [str(theirs.fileno()), str(dies_with_parent)]
-    process = start_bound(MAIN, arguments, pass_fds=[theirs.fileno(), *inherited])
+    process = start_bound_child(MAIN, arguments, pass_fds=[theirs.fileno(), *inherited])
     theirs.close()
     return StartedRank(connection, process)
 

@@ -78,7 +78,7 @@ def mla_attention(op: ops.MlaAttention, step: Step) -> Made:
         **_paging(step, group_index, full=False, window=None),
         scale=op.scale,
         v_width=op.latent_width if absorbed else op.v_width,
-        expand=_latents(op) if absorbed else _expanded(op, up_k, up_v),
+        expand=_latents(op) if absorbed else _expand(op, up_k, up_v),
     )
     out = step.attention.attend(call)
     if absorbed:
@@ -140,7 +140,7 @@ def _latents(op: ops.MlaAttention) -> ExpandKv:
     return lambda k, _: (k, k[..., : op.latent_width])
 
 
-def _expanded(op: ops.MlaAttention, up_k: Tensor, up_v: Tensor) -> ExpandKv:
+def _expand(op: ops.MlaAttention, up_k: Tensor, up_v: Tensor) -> ExpandKv:
     def expand(k: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         k = k.to(up_k.dtype)
         latents, rope = k[..., 0, : op.latent_width], k[..., op.latent_width :]

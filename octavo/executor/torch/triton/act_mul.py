@@ -71,12 +71,12 @@ def act_mul_kernel(
     if HAS_CLAMP:
         g = tl.where(g > clamp, clamp, g)
         u = tl.where(u > clamp, clamp, tl.where(u < -clamp, -clamp, u))
-    y = _activated(g, alpha, ACTIVATION) * (u + up_offset)
+    y = _activate(g, alpha, ACTIVATION) * (u + up_offset)
     tl.store(out + row * width + at, rounded(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _activated(x, alpha, ACTIVATION: tl.constexpr):
+def _activate(x, alpha, ACTIVATION: tl.constexpr):
     """Computes `plain.ACTIVATIONS`. tanh(u) = 2 sigmoid(2 u) - 1, so gelu_tanh is x sigmoid(2
     sqrt(2 / pi) (x + 0.044715 x^3)).
     """

@@ -83,7 +83,7 @@ def pick_kernel(
     d += row * vocab_size
     weights += row * vocab_size
     records += row * WORDS
-    low, high, count = _ends(d, weights, vocab_size, BLOCK)
+    low, high, count = _get_range(d, weights, vocab_size, BLOCK)
     if count > 0:
         cut, taken = low, count
         if CUTS:
@@ -176,7 +176,7 @@ def _cut_at(
 
 
 @triton.jit
-def _ends(d, weights, vocab_size, BLOCK: tl.constexpr):
+def _get_range(d, weights, vocab_size, BLOCK: tl.constexpr):
     """Returns the smallest and largest d among candidate tokens, and their number."""
     lane = tl.arange(0, BLOCK)
     lows, highs = (

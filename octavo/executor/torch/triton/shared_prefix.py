@@ -146,7 +146,7 @@ def find_sharing(
     runs: list[tuple[list[int], int]] = []
     if rows_per_run > 1:
         for alike in _sharers(batch, group, singles, window=window, full=full):
-            for members, splits in _divided(alike)[1]:
+            for members, splits in _divide(alike)[1]:
                 for first in range(0, len(members), rows_per_run):
                     run = [member.slot for member in members[first : first + rows_per_run]]
                     if len(run) > 1:
@@ -180,7 +180,7 @@ def _sharers(
     ]
 
 
-def _divided(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Sharer], int]]]:
+def _divide(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Sharer], int]]]:
     """Divides requests into the runs that save the most split reads: all together, or in parts with
     longer common prefixes.
 
@@ -197,7 +197,7 @@ def _divided(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Shar
         last = first + 1
         while last < len(sharers) and _common(sharers[first], sharers[last]) > splits:
             last += 1
-        spared, runs = _divided(sharers[first:last]) if last - first < len(sharers) else (0, [])
+        spared, runs = _divide(sharers[first:last]) if last - first < len(sharers) else (0, [])
         apart, first = apart + spared, last
         parts += runs
     return (together, [(sharers, splits)]) if together > 0 and together >= apart else (apart, parts)

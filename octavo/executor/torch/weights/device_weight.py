@@ -217,13 +217,13 @@ class DeviceWeight:
         """Returns the codes' values before scales and mins, as a new tensor `[..., out, in]
         fp32`.
         """
-        codes = self._unpacked()
+        codes = self._unpack()
         if self.lookup is not None:
             return self.lookup[codes.long()]
         values = codes.float()
         return values.sub_(self.zero_point) if self.zero_point else values
 
-    def _unpacked(self) -> Tensor:
+    def _unpack(self) -> Tensor:
         """Returns one code per element."""
         if self.bits != 4:
             return self.codes

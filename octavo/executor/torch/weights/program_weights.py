@@ -87,7 +87,7 @@ class ProgramWeights:
 
     def add_position_table(self, op: family_ops.PositionScores) -> None:
         """Adds the position table of an op, `[H, R, D] fp32`."""
-        table = position_table(op, lambda weight: self._packed(weight).dequantize())
+        table = position_table(op, lambda weight: self._pack(weight).dequantize())
         self._tables.append(to_device(table.astype(np.float32), self._device))
         self._kept[id(op)] = self._tables[-1]
 
@@ -122,26 +122,24 @@ class ProgramWeights:
 
     def _matrix(self, weight: Weight) -> DeviceWeight:
         if weight not in self._matrices:
-            self._matrices[weight] = DeviceWeight.of(
-                self._packed(weight), self._device, self._dtype
-            )
+            self._matrices[weight] = DeviceWeight.of(self._pack(weight), self._device, self._dtype)
         return self._matrices[weight]
 
     def _vector(self, weight: Weight) -> Tensor:
         if weight not in self._vectors:
-            self._vectors[weight] = to_device(self._packed(weight).dequantize(), self._device)
+            self._vectors[weight] = to_device(self._pack(weight).dequantize(), self._device)
         return self._vectors[weight]
 
     def _bias(self, linear: Linear) -> Tensor:
         """Returns the biases of all slices, zero for slices without one."""
         pairs = zip(linear.weights_, linear.biases, strict=True)
         parts = [
-            torch.zeros(w.shape[0]) if b is None else torch.from_numpy(self._packed(b).dequantize())
+            torch.zeros(w.shape[0]) if b is None else torch.from_numpy(self._pack(b).dequantize())
             for w, b in pairs
         ]
         return torch.cat(parts).to(self._device, self._dtype)
 
-    def _packed(self, weight: Weight) -> PackedWeight:
+    def _pack(self, weight: Weight) -> PackedWeight:
         packed = self._load(weight).packed()
         if packed.shape != weight.shape:
             raise WeightMismatch(f"{weight.name} has shape {packed.shape}, expected {weight.shape}")

@@ -161,7 +161,7 @@ async def prepare_response(
     params = body.params(model.llm.get_default_chat_params())
     talk, num_system = await _make_conversation(asked, model, store)
     prompt = (
-        await _truncated(talk, asked, model, num_system)
+        await _truncate(talk, asked, model, num_system)
         if body.truncation == "auto"
         else await talk.prompt(model)
     )
@@ -204,7 +204,7 @@ def _conversation(
     )
 
 
-async def _truncated(
+async def _truncate(
     talk: Conversation, asked: ResponseRequest, model: ServedModel, num_system: int
 ) -> dict[str, Any]:
     """Returns the prompt. Omits the oldest messages as far as necessary to leave room for the
