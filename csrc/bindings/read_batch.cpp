@@ -93,15 +93,15 @@ void check_rows(const Ints& query_starts, size_t num_tokens) {
 
 // Reads the input rows of a step, if it has any.
 void read_input_rows(Batch& b, const nb::object& batch) {
-    if (batch.attr("given").is_none()) return;
-    const auto rows = get_array<Array<float, nb::ndim<2>>>(batch, "given");
+    if (batch.attr("input_rows").is_none()) return;
+    const auto rows = get_array<Array<float, nb::ndim<2>>>(batch, "input_rows");
     b.input_rows = rows.data();
     b.num_input_rows = static_cast<int>(rows.shape(0));
     b.input_width = static_cast<int>(rows.shape(1));
-    b.input_row_indices = numbers<int32_t>(batch, "given_rows", b.num_tokens);
+    b.input_row_indices = numbers<int32_t>(batch, "input_row_indices", b.num_tokens);
     for (int t = 0; t < b.num_tokens; t++)
         expect(b.input_row_indices[t] < b.num_input_rows,
-               "given_rows: a row that is not among the given ones");
+               "input_row_indices: an index beyond the last input row");
 }
 
 // Reads the further slots that rows write to, if there are any.
@@ -149,7 +149,7 @@ Batch read_batch(const nb::object& batch, const nb::object& output, int num_step
     expect(block_tables.shape(1) == static_cast<size_t>(b.num_requests),
            "block_tables: not one for each request");
     b.token_ids = token_ids.data();
-    b.key_indices = numbers<int32_t>(batch, "places", num_tokens);
+    b.key_indices = numbers<int32_t>(batch, "key_indices", num_tokens);
     b.positions = positions.data();
     b.query_starts = query_starts.data();
     b.context_lens = numbers<int32_t>(batch, "context_lens", num_groups * b.num_requests);

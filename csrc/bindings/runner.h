@@ -92,17 +92,17 @@ struct BoundRunner {
         runner.resample(step, kv, rows, records, masks.data(), replacement_logits);
     }
 
-    // Returns the logits that each of a Redraw's rows is sampled from; null: its own.
+    // Returns the logits that each resampled row is sampled from; null: its own.
     std::vector<const float*> read_replacement_logits(const nb::object& resample, size_t num_rows) const {
         std::vector<const float*> found(num_rows);
         if (resample.attr("logits").is_none()) return found;
         const auto logits = get_array<Array<float, nb::ndim<2>>>(resample, "logits");
-        const auto row_indices = get_array<Array<int32_t, nb::ndim<1>>>(resample, "places");
+        const auto row_indices = get_array<Array<int32_t, nb::ndim<1>>>(resample, "logits_indices");
         if (row_indices.size() != num_rows || static_cast<int>(logits.shape(1)) != vocab())
             throw std::invalid_argument("logits: not a row of the vocabulary for each resampled row");
         for (size_t i = 0; i < num_rows; i++) {
             if (row_indices.data()[i] >= static_cast<int>(logits.shape(0)))
-                throw std::invalid_argument("places: behind the logits");
+                throw std::invalid_argument("logits_indices: an index beyond the last row of logits");
             if (row_indices.data()[i] >= 0)
                 found[i] = logits.data() + row_indices.data()[i] * logits.shape(1);
         }

@@ -214,7 +214,7 @@ def add_position_scores(
     b: Builder, x: Value, table: Weight, module: str, *, num_heads: int, norm: PreNorm | None
 ) -> Value:
     """Appends products of each head with a projected position table."""
-    out = b.value(f"{module}.places", x.axis, num_heads * table.shape[0])
+    out = b.value(f"{module}.position_scores", x.axis, num_heads * table.shape[0])
     weight = Weight(f"{module}.weight", (x.width, table.shape[1]))
     bias = Weight(f"{module}.bias", (x.width,))
     b.append(PositionScores(x, out, table, weight, bias=bias, num_heads=num_heads, norm=norm))

@@ -15,7 +15,7 @@ from octavo.program.program import Op, Value, Weight
 @dataclass(frozen=True, slots=True)
 class ShortConv(Op):
     """Causal convolution over the rows of each request, per column: out[t] = f(sum over j of
-    weight[:, 0, j] * row(place of t - n + 1 + j) + bias).
+    weight[:, 0, j] * row(index of t - n + 1 + j) + bias).
 
     n taps, oldest first. The current row is `x [T, W]`; earlier ones are read from a cache group of
     kind `conv`, filled by a preceding KvWrite; rows before the first are zero. `weight [W, 1, n]`,

@@ -5,9 +5,9 @@ between ranks) and `family_ops.py` (used by a single family).
 Shapes use one alphabet: `T` rows, `W` width, `H` query heads, `K` kv heads, `D` head size, `E`
 experts, `k` experts per token, `V` vocabulary. Attributes are plain numbers and strings, so that
 passes and backends can compare and hash ops. Places, positions, slots and block tables are not
-Values: every op that needs them reads the step's batch (`executor/batch.py`). A row's place is its
-index among its request's keys; attention masks and biases depend on it. A row's positions are only
-read by RoPE and learned embeddings.
+Values: every op that needs them reads the step's batch (`executor/batch.py`). A row's key index is
+its index among its request's keys; attention masks and biases depend on it. A row's positions are
+only read by RoPE and learned embeddings.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class T5Bias:
-    """T5's relative position bias: a table indexed by the bucket of key place - query place.
+    """T5's relative position bias: a table indexed by the bucket of key index - query index.
 
     Raffel et al. 2020, section 2.1; logarithmic buckets as in its reference code.
     """
@@ -66,7 +66,7 @@ class T5Bias:
 
 @dataclass(frozen=True, slots=True)
 class AlibiBias:
-    """ALiBi: score += slope[h] * (key place - query place) (Press et al. 2022)."""
+    """ALiBi: score += slope[h] * (key index - query index) (Press et al. 2022)."""
 
     slopes: tuple[float, ...]
 
@@ -83,7 +83,7 @@ class NearBias:
 @dataclass(frozen=True, slots=True)
 class PositionBuckets:
     """Disentangled attention (DeBERTa): score += scale * (of_queries[t, h, b] + of_keys[j, h, b]),
-    with b the bucket of place t - place j.
+    with b the bucket of index t - index j.
 
     There are `num_buckets`, half of them for each direction. Distances up to num_buckets / 4 have a
     bucket each; larger distances share logarithmic buckets up to `max_distance`. Without

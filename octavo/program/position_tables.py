@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 
 def position_buckets(distance: NDArray[np.int64], bias: PositionBuckets) -> NDArray[np.int64]:
-    """Returns the bucket of each distance, query place - key place; 0 maps to the middle one."""
+    """Returns the bucket of each distance, query index - key index; 0 maps to the middle one."""
     half = bias.num_buckets // 2
     signed = distance if bias.max_distance is None else _logarithmic(distance, half, bias)
     buckets: NDArray[np.int64] = np.clip(signed + half, 0, bias.num_buckets - 1)

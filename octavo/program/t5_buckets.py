@@ -13,7 +13,7 @@ from octavo.program.ops import T5Bias
 
 
 def t5_buckets(distance: NDArray[np.int64], bias: T5Bias) -> NDArray[np.int64]:
-    """Returns the bucket of each distance, key place - query place.
+    """Returns the bucket of each distance, key index - query index.
 
     Near distances have a bucket each, then buckets are logarithmic up to max_distance. Later keys
     use the upper half of the buckets if bidirectional, otherwise bucket 0.

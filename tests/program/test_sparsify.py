@@ -23,7 +23,7 @@ from tests.support.native_harness import require_native
 ROWS, WIDTH, VOCAB = 9, 40, 24
 SPARSE_FROM = np.array([4, 2], np.int32)
 QUERY_STARTS = np.array([0, 6, ROWS], np.int32)
-"""Two requests: places 0 to 5 and 1 to 3, so that rows 4, 5, 7 and 8 are sparse."""
+"""Two requests: key indices 0 to 5 and 1 to 3, so that rows 4, 5, 7 and 8 are sparse."""
 
 IS_SPARSE = np.array([0, 0, 0, 0, 1, 1, 0, 1, 1], np.bool_)
 

@@ -166,7 +166,7 @@ class PagedRunner:
         return batch
 
     def _positions(self, key_indices: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Returns the places on the first axis and segment 0 on a second one, `[P, T]`."""
+        """Returns the key indices on the first axis and segment 0 on a second one, `[P, T]`."""
         ops = (op for program in self.programs.values() for op in program.ops)
         last_axis = max((op.axis for op in ops if isinstance(op, Embedding)), default=0)
         return np.stack([key_indices, *[np.zeros_like(key_indices)] * last_axis])

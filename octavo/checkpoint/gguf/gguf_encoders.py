@@ -48,14 +48,14 @@ def _encoder_config(header: Header) -> Config:
 
 def bert_config(header: Header) -> Config:
     segments = header.file.tensors.get("token_types.weight")
-    places = header.file.tensors.get("position_embd.weight")
+    positions = header.file.tensors.get("position_embd.weight")
     return _encoder_config(header) | {
         "architectures": ["BertModel"],
         "layer_norm_eps": header.number("attention.layer_norm_epsilon"),
         "type_vocab_size": 0 if segments is None else segments.shape[0],
         "max_position_embeddings": header.count("context_length")
-        if places is None
-        else places.shape[0],
+        if positions is None
+        else positions.shape[0],
         "hidden_act": "gelu",
     }
 

@@ -45,7 +45,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One row of the step: index, place, and visible keys `first` to `last - 1`."""
+    """One row of the step: index, key index, and visible keys `first` to `last - 1`."""
 
     row: int
     key_index: int

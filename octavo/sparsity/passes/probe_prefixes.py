@@ -90,7 +90,7 @@ def _get_probed_attention(program: Program) -> Attention:
         if isinstance(op, MlaAttention) or op.latent_width:
             raise _config_error(program, "it keeps latents, of which no head has keys of its own")
         if op.mask != "causal" or op.bias is not None:
-            raise _config_error(program, "what a token reads depends on the places of keys")
+            raise _config_error(program, "what a token reads depends on the positions of keys")
     if any(isinstance(op, Rope) and op.table.axes for op in program.ops):
         raise _config_error(program, "its positions have several axes")
     if len(attentions) == 1:

@@ -124,7 +124,7 @@ class _Changes:
         program = self._program
         group = program.group(op.group)
         if op.bias is not None:
-            raise _config_error(program, "its scores depend on the places of keys")
+            raise _config_error(program, "its scores depend on the positions of keys")
         queries = self._turned(op.q, "queries")
         write = self._write(op)
         keys = self._turned(write.k_parts[0], "keys")
@@ -171,7 +171,9 @@ class _Changes:
         """Returns the matmul and the RoPE that compute queries or keys."""
         rope = self._makers.get(value)
         if not isinstance(rope, Rope) or rope.style != "half" or rope.table.axes:
-            raise _config_error(self._program, f"its {what} are not turned by one place, in halves")
+            raise _config_error(
+                self._program, f"its {what} are not rotated by one position, in halves"
+            )
         if rope.rotary_start or rope.rotary_dim != rope.head_width:
             raise _config_error(self._program, f"its {what} are turned in part")
         linear = self._makers.get(rope.x)

@@ -249,7 +249,7 @@ def test_position_embedding(level, offset):
 
 @cache
 def chain():
-    """Row ops that overwrite one another's places, and one Value read late."""
+    """Row ops that overwrite one another's buffers, and one Value read late."""
 
     def make(v):
         names = iter("abcdefgh")

@@ -81,8 +81,8 @@ class AttentionCall:
     full: bool = False
     """Whether a row sees every key of its request."""
     limits: Tensor | None = None
-    """One past the last visible key of each row, `[T] int32`, on the device; None: the row's place
-    + 1.
+    """One past the last visible key of each row, `[T] int32`, on the device; None: the row's key
+    index + 1.
     """
     softcap: float | None = None
     sinks: Tensor | None = None

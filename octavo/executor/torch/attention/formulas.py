@@ -253,7 +253,7 @@ def _t5_bias(bias: ops.T5Bias, step: Step) -> Bias:
 
 
 def _distance(keys: Tensor, queries: Tensor) -> Tensor:
-    """Returns key place - query place, `[..., M, n]`."""
+    """Returns key index - query index, `[..., M, n]`."""
     return keys[..., None, :] - queries[..., :, None]
 
 

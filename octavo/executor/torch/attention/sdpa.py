@@ -51,7 +51,7 @@ class _Keys(NamedTuple):
     tables: Tensor
     context_lens: Tensor
     limits: Tensor | None
-    """One past the last visible key of each row, `[R]`; None: the row's place + 1."""
+    """One past the last visible key of each row, `[R]`; None: the row's key index + 1."""
 
 
 def _attend(call: AttentionCall) -> Tensor:
