@@ -11,7 +11,7 @@ from tables import table
 from octavo.api.structured_outputs import StructuredOutputs
 from octavo.text.grammar.admission import find_schema_error, json_options
 from octavo.text.grammar.schema import OPTIONS as OPTIONS_KEY
-from octavo.text.grammar.schema import prepared
+from octavo.text.grammar.schema import prepare_schema
 
 NUMBER, TEXT, LIST, OBJECT = ({"type": kind} for kind in ("number", "string", "array", "object"))
 NAMED = OBJECT | {"properties": {"a": NUMBER}}
@@ -114,4 +114,4 @@ NOTES = {
 
 def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
     form = StructuredOutputs(json=schema)
-    return prepared(schema) | {OPTIONS_KEY: json_options(form)}
+    return prepare_schema(schema) | {OPTIONS_KEY: json_options(form)}

@@ -4,7 +4,7 @@ between ranks) and `family_ops.py` (used by a single family).
 
 Shapes use one alphabet: `T` rows, `W` width, `H` query heads, `K` kv heads, `D` head size, `E`
 experts, `k` experts per token, `V` vocabulary. Attributes are plain numbers and strings, so that
-passes and backends can compare and hash ops. Places, positions, slots and block tables are not
+passes and backends can compare and hash ops. Key indices, positions, slots and block tables are not
 Values: every op that needs them reads the step's batch (`executor/batch.py`). A row's key index is
 its index among its request's keys; attention masks and biases depend on it. A row's positions are
 only read by RoPE and learned embeddings.

@@ -145,7 +145,7 @@ def test_options_that_do_not_go_together_are_refused(case):
 
 
 FAMILIES = {
-    "opt": "its queries are not turned by one place, in halves",
+    "opt": "its queries are not rotated by one position, in halves",
     "qwen3": "its queries are normed or bounded before they turn",
     "deepseek_v3": "it keeps latents",
 }
