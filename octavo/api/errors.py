@@ -11,7 +11,6 @@
     |- ServerError            our fault, or the machine's, while serving
     |  |- EngineDead          the engine process is gone
     |  |  `- PeerEngineDead   another one is gone with which it shared its experts
-    |  |- OutOfBlocks         no KV block is free; the scheduler answers it by preempting
     |  |- WorkerFailed        a step failed for one request
     |  `- Unavailable         loading or draining; HTTP 503
     `- SetupError             before anything is served; the CLI prints it and exits with 2
@@ -172,10 +171,6 @@ class EngineDead(ServerError):
 
 class PeerEngineDead(EngineDead):
     """Another engine has ended that this one depends on (expert parallelism)."""
-
-
-class OutOfBlocks(ServerError):
-    """No KV block is free."""
 
 
 class WorkerFailed(ServerError):

@@ -10,8 +10,12 @@ import typer
 
 from octavo.api.repetition_detection import LOOP
 from octavo.cli.common.answers import (
-    DEFAULT_MAX_TOKENS,
+    MaxTokensFlag,
     RepetitionFlag,
+    SeedFlag,
+    SystemFlag,
+    TemperatureFlag,
+    TopPFlag,
     check_answers,
     check_sampling,
     describe_sampling,
@@ -42,25 +46,11 @@ def chat(
     api_key: Annotated[
         str | None, typer.Option(help="Send this API key to --url", show_default=f"${KEY_VARIABLE}")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="Set the system message")] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Set the temperature (0: greedy)", show_default="the model's"),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the top tokens with this total probability"),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Generate at most N tokens",
-            show_default=f"the model's, or {DEFAULT_MAX_TOKENS}",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Set the sampling seed", show_default="random")
-    ] = None,
+    system: SystemFlag = None,
+    temperature: TemperatureFlag = None,
+    top_p: TopPFlag = None,
+    max_tokens: MaxTokensFlag = None,
+    seed: SeedFlag = None,
     repetition_detection: RepetitionFlag = True,
     options: dict[str, Any],
 ) -> None:

@@ -13,9 +13,13 @@ import typer
 
 from octavo.api.repetition_detection import LOOP
 from octavo.cli.common.answers import (
-    DEFAULT_MAX_TOKENS,
+    MaxTokensFlag,
     RepetitionFlag,
+    SeedFlag,
     Statistics,
+    SystemFlag,
+    TemperatureFlag,
+    TopPFlag,
     check_answers,
     check_sampling,
     describe_sampling,
@@ -49,29 +53,15 @@ def run(
             show_default=False,
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="Set the system message")] = None,
+    system: SystemFlag = None,
     raw: Annotated[
         bool,
         typer.Option("--raw", help="Continue the prompt without the chat template"),
     ] = False,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Set the temperature (0: greedy)", show_default="the model's"),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the top tokens with this total probability"),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Generate at most N tokens",
-            show_default=f"the model's, or {DEFAULT_MAX_TOKENS}",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Set the sampling seed", show_default="random")
-    ] = None,
+    temperature: TemperatureFlag = None,
+    top_p: TopPFlag = None,
+    max_tokens: MaxTokensFlag = None,
+    seed: SeedFlag = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(help="Stop before this text (repeatable)", show_default=False),

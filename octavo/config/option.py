@@ -5,7 +5,7 @@ The engine's options are in `engine_config.py`, the server's in `server/settings
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.api.errors import ConfigError
@@ -77,6 +77,14 @@ def option(
             "short": short,
             "secret": secret,
         },
+    )
+
+
+def shared_option(owner: type, name: str, *, default: Any = MISSING) -> Any:
+    """Declares an option of another class again, with its default unless another one is given."""
+    declared: Field[Any] = owner.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    return field(
+        default=declared.default if default is MISSING else default, metadata=declared.metadata
     )
 
 

@@ -25,6 +25,20 @@ DEFAULT_MAX_TOKENS = 1024
 SHOWN_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling parameters printed to stderr unless they are neutral."""
 
+SystemFlag = Annotated[str | None, typer.Option(help="Set the system message")]
+TemperatureFlag = Annotated[
+    float | None, typer.Option(help="Set the temperature (0: greedy)", show_default="the model's")
+]
+TopPFlag = Annotated[
+    float | None, typer.Option(help="Sample from the top tokens with this total probability")
+]
+MaxTokensFlag = Annotated[
+    int | None,
+    typer.Option(
+        help="Generate at most N tokens", show_default=f"the model's, or {DEFAULT_MAX_TOKENS}"
+    ),
+]
+SeedFlag = Annotated[int | None, typer.Option(help="Set the sampling seed", show_default="random")]
 RepetitionFlag = Annotated[
     bool,
     typer.Option(

@@ -6,11 +6,11 @@ Options that it shares with `octavo serve` (address, keys, limits) are passed on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from octavo.api.errors import ConfigError
-from octavo.config.option import option
+from octavo.config.option import option, shared_option
 from octavo.server.settings import ServerSettings
 
 
@@ -18,22 +18,10 @@ from octavo.server.settings import ServerSettings
 class RouterSettings:
     """All options of `octavo route` except the servers' URLs."""
 
-    host: str = option("127.0.0.1", "Server", "Bind to this address (0.0.0.0: all)", common=True)
-    port: int = option(8080, "Server", "Listen on this port (0: any free port)", common=True)
-    ssl_certfile: str | None = option(
-        None,
-        "Security",
-        "Serve HTTPS with this certificate chain (PEM)",
-        metavar="FILE",
-    )
-    ssl_keyfile: str | None = option(
-        None,
-        "Security",
-        "Read the certificate's key from this file",
-        details="PEM, without a password.",
-        derived="the certfile",
-        metavar="FILE",
-    )
+    host: str = shared_option(ServerSettings, "host")
+    port: int = shared_option(ServerSettings, "port", default=8080)
+    ssl_certfile: str | None = shared_option(ServerSettings, "ssl_certfile")
+    ssl_keyfile: str | None = shared_option(ServerSettings, "ssl_keyfile")
     api_key: tuple[str, ...] = option((), "Security", "Require this API key", common=True)
     server_api_key: str | None = option(
         None,
@@ -84,29 +72,15 @@ class RouterSettings:
         details="Requests are retried only before the first byte of the response.",
         low=1,
     )
-    max_body_bytes: int = option(
-        256 << 20, "Server limits", "Reject larger request bodies", unit="bytes", low=1
-    )
-    request_timeout_s: int = option(
-        60, "Server limits", "Time out after N s for headers, and N s for the body", low=1
-    )
-    max_connections: int = option(
-        1024, "Server limits", "Reject connections (503) beyond N open ones", low=1
-    )
-    slow_client_timeout_s: int = option(
-        30, "Server limits", "Disconnect a client that reads nothing for N seconds", low=1
-    )
-    max_request_s: int = option(
-        3600, "Server limits", "Abort a request N seconds after its arrival", low=1
-    )
-    shutdown_timeout_s: int = option(
-        30, "Server", "Wait N seconds for running requests at shutdown", low=0
-    )
-    open_metrics: bool = option(False, "Security", "Serve /metrics without a key")
-    access_log: bool = option(False, "Logging", "Log each HTTP request to standard output")
-    log_format: Literal["text", "json"] = option(
-        "text", "Logging", "Write log lines in this format"
-    )
+    max_body_bytes: int = shared_option(ServerSettings, "max_body_bytes", default=256 << 20)
+    request_timeout_s: int = shared_option(ServerSettings, "request_timeout_s")
+    max_connections: int = shared_option(ServerSettings, "max_connections")
+    slow_client_timeout_s: int = shared_option(ServerSettings, "slow_client_timeout_s")
+    max_request_s: int = shared_option(ServerSettings, "max_request_s")
+    shutdown_timeout_s: int = shared_option(ServerSettings, "shutdown_timeout_s", default=30)
+    open_metrics: bool = shared_option(ServerSettings, "open_metrics")
+    access_log: bool = shared_option(ServerSettings, "access_log")
+    log_format: Literal["text", "json"] = shared_option(ServerSettings, "log_format")
 
     def __post_init__(self) -> None:
         self.server  # noqa: B018 - refuses what no server may be given
@@ -116,20 +90,6 @@ class RouterSettings:
     @property
     def server(self) -> ServerSettings:
         """The settings of the router's own HTTP server."""
-        return ServerSettings(
-            host=self.host,
-            port=self.port,
-            ssl_certfile=self.ssl_certfile,
-            ssl_keyfile=self.ssl_keyfile,
-            api_key=self.api_key,
-            open_metrics=self.open_metrics,
-            max_body_bytes=self.max_body_bytes,
-            request_timeout_s=self.request_timeout_s,
-            max_connections=self.max_connections,
-            slow_client_timeout_s=self.slow_client_timeout_s,
-            max_request_s=self.max_request_s,
-            shutdown_timeout_s=self.shutdown_timeout_s,
-            access_log=self.access_log,
-            log_format=self.log_format,
-            state_dir="",
-        )
+        own = {entry.name for entry in fields(self)}
+        shared = [entry.name for entry in fields(ServerSettings) if entry.name in own]
+        return ServerSettings(**{name: getattr(self, name) for name in shared}, state_dir="")
