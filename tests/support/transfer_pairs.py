@@ -99,13 +99,13 @@ def note_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """
     asked: list[str] = []
 
-    def place(transfers: Transfers, request: ParentRequest) -> None:
+    def offer_to_peers(transfers: Transfers, request: ParentRequest) -> None:
         original(transfers, request)
         if request.samples[0].kv_source:
             asked.append(request.request_id)
 
-    original = Transfers.place
-    monkeypatch.setattr(Transfers, "place", place)
+    original = Transfers.offer_to_peers
+    monkeypatch.setattr(Transfers, "offer_to_peers", place)
     return asked
 
 
