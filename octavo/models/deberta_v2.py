@@ -141,8 +141,8 @@ def _read_position_scores(
     listed = kinds.lower().split("|") if isinstance(kinds, str) else kinds
     named = {str(kind).strip() for kind in listed} if isinstance(listed, list) else {"?"}
     relative = config.flag("relative_attention", False)
-    farthest = config.integer("max_relative_positions", -1, low=-1, most=MAX_SIZE)
-    num_buckets = config.integer("position_buckets", -1, low=-1, most=MAX_SIZE)
+    farthest = config.integer("max_relative_positions", -1, low=-1, high=MAX_SIZE)
+    num_buckets = config.integer("position_buckets", -1, low=-1, high=MAX_SIZE)
     norms = {name.strip() for name in config.text("norm_rel_ebd", "none").lower().split("|")}
     is_shared = config.flag("share_att_key", False)
     if named != (BOTH if relative else set()):

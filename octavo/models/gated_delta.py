@@ -144,7 +144,7 @@ def read_mixer(
         num_v_heads=num_v,
         k_dim=config.size("linear_key_head_dim", 128),
         v_dim=config.size("linear_value_head_dim", 128),
-        taps=config.integer("linear_conv_kernel_dim", 4, low=1, most=MAX_TAPS),
+        taps=config.integer("linear_conv_kernel_dim", 4, low=1, high=MAX_TAPS),
         activation=config.activation("hidden_act", "silu"),
         norm_eps=shape.norm_eps,
         stacked=stacked and not config.flag("separate_gates", False),

@@ -82,7 +82,7 @@ class Gemma3nLayers:
             sliding_theta=config.number("rope_local_base_freq", 10_000.0),
             full_theta=config.number("rope_theta", 1_000_000.0),
         )
-        num_streams = config.integer("altup_num_inputs", 4, low=1, most=MOST_STREAMS)
+        num_streams = config.integer("altup_num_inputs", 4, low=1, high=MOST_STREAMS)
         return Gemma3nLayers(
             shape=shape,
             groups=cache.groups,
@@ -94,7 +94,7 @@ class Gemma3nLayers:
                 bias=config.flag("attention_bias", False),
             ),
             num_streams=num_streams,
-            active=config.integer("altup_active_idx", 0, most=num_streams - 1),
+            active=config.integer("altup_active_idx", 0, high=num_streams - 1),
             scales_active=config.flag("altup_correct_scale", True),
             own=PerLayerInputs(
                 shape,

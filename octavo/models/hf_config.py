@@ -93,20 +93,20 @@ class HfConfig:
         self.values.asked.update(names)
 
     def integer(
-        self, name: str, default: int | None = None, *, low: int = 0, most: int = MAX_WHOLE
+        self, name: str, default: int | None = None, *, low: int = 0, high: int = MAX_WHOLE
     ) -> int:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
-            raise self._wrong(name, value, f"an integer from {low} to {most:,}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._wrong(name, value, f"an integer from {low} to {high:,}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
         """Reads a width or a number of heads."""
-        return self.integer(name, default, low=1, most=MAX_SIZE)
+        return self.integer(name, default, low=1, high=MAX_SIZE)
 
     def count(self, name: str, default: int | None = None) -> int:
         """Reads a number of layers or experts."""
-        return self.integer(name, default, low=1, most=MAX_COUNT)
+        return self.integer(name, default, low=1, high=MAX_COUNT)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)

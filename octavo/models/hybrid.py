@@ -115,7 +115,7 @@ def mamba2_sizes(config: HfConfig, hidden_size: int, inner: int | None = None) -
         inner=inner,
         num_heads=num_heads,
         state_size=config.size("mamba_d_state", 256),
-        taps=config.integer("mamba_d_conv", 4, low=1, most=MAX_TAPS),
+        taps=config.integer("mamba_d_conv", 4, low=1, high=MAX_TAPS),
         activation=config.activation("hidden_act", "silu"),
         bias=config.flag("mamba_proj_bias", False),
         conv_bias=config.flag("mamba_conv_bias", True),

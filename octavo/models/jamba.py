@@ -32,7 +32,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         inner=inner,
         num_heads=inner,
         state_size=config.size("mamba_d_state", 16),
-        taps=config.integer("mamba_d_conv", 4, low=1, most=MAX_TAPS),
+        taps=config.integer("mamba_d_conv", 4, low=1, high=MAX_TAPS),
         activation=config.activation("hidden_act", "silu"),
         bias=config.flag("mamba_proj_bias", False),
         conv_bias=config.flag("mamba_conv_bias", True),
@@ -79,5 +79,5 @@ def _get_chosen_layers(
 ) -> list[bool]:
     """Returns for each layer whether it is one of every `period`, starting at `offset`."""
     step = config.integer(f"{name}_period", period, low=1)
-    first = config.integer(f"{name}_offset", offset, low=0, most=step - 1)
+    first = config.integer(f"{name}_offset", offset, low=0, high=step - 1)
     return [layer % step == first for layer in range(num_layers)]

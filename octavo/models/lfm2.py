@@ -132,7 +132,7 @@ def _plan_cache(
     config: HfConfig, shape: DecoderShape, is_attention: list[bool]
 ) -> tuple[list[LayerCache], tuple[CacheGroup, ...]]:
     """Assigns attention and convolutions to separate groups."""
-    taps = config.integer("conv_L_cache", 3, low=1, most=MAX_TAPS)
+    taps = config.integer("conv_L_cache", 3, low=1, high=MAX_TAPS)
     caches = [
         LayerCache(
             "full" if attends else "conv", is_attention[:layer].count(attends), mask="causal"

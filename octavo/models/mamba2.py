@@ -24,7 +24,7 @@ def build(config: HfConfig) -> dict[str, Program]:
         inner=inner,
         num_heads=num_heads,
         state_size=config.size("state_size", 128),
-        taps=config.integer("conv_kernel", 4, low=1, most=MAX_TAPS),
+        taps=config.integer("conv_kernel", 4, low=1, high=MAX_TAPS),
         activation=config.activation("hidden_act", "silu"),
         bias=config.flag("use_bias", False),
         conv_bias=config.flag("use_conv_bias", True),

@@ -108,7 +108,7 @@ def _sizes(config: HfConfig) -> StateSpace:
         inner=num_heads * width,
         num_heads=num_heads,
         state_size=config.size("ssm_state_size", 128),
-        taps=config.integer("conv_kernel", 4, low=1, most=MAX_TAPS),
+        taps=config.integer("conv_kernel", 4, low=1, high=MAX_TAPS),
         activation=config.activation("mamba_hidden_act", "silu"),
         bias=config.flag("use_bias", False),
         conv_bias=config.flag("use_conv_bias", True),

@@ -105,7 +105,7 @@ def note_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             asked.append(request.request_id)
 
     original = Transfers.offer_to_peers
-    monkeypatch.setattr(Transfers, "offer_to_peers", place)
+    monkeypatch.setattr(Transfers, "offer_to_peers", offer_to_peers)
     return asked
 
 

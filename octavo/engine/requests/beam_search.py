@@ -92,7 +92,7 @@ class BeamSearch:
             params.beam_width, max(2, 1 + len(self._end_token_ids)) * params.beam_width
         )
         self._folded: list[Beam] = []
-        self._yields: dict[str, RowResult] = {}
+        self._row_results: dict[str, RowResult] = {}
         self._found: list[BeamOutput] = []
         self._num_names = 0
         self.row_params = self._row_params()
@@ -138,8 +138,8 @@ class BeamSearch:
         ends. Returns None until all rows have results.
         """
         rows: Sequence[SequenceState] = self.beams or (request,)
-        self._yields[row.request_id] = result
-        if len(self._yields) < len(rows):
+        self._row_results[row.request_id] = result
+        if len(self._row_results) < len(rows):
             return None
         progress = RequestProgress(len(rows), replaced_rows=rows, branches=self._advance(rows))
         if self.is_done:
@@ -150,25 +150,25 @@ class BeamSearch:
 
     def _advance(self, rows: Sequence[SequenceState]) -> list[Branch]:
         """Returns the beams of the next step; [] if the search has finished."""
-        yields, self._yields = self._yields, {}
+        row_results, self._row_results = self._row_results, {}
         if self._folded:
             return self._unfold(rows[0])
         num_output_tokens = rows[0].num_tokens + 1 - self._num_prompt_tokens
         running: list[Continuation] = []
         finished: list[BeamOutput] = []
-        for rank, best in enumerate(self._candidates(rows, yields)):
+        for rank, best in enumerate(self._candidates(rows, row_results)):
             end = self._get_finish(best, num_output_tokens)
             if end is None and len(running) < self.num_seqs:
                 running.append(best)
             elif end is not None and rank < self.num_seqs:
-                finished.append(self._output(best, end, yields))
+                finished.append(self._output(best, end, row_results))
         self._found = sorted(self._found + finished, key=lambda output: -output.score)[
             : self.num_seqs
         ]
         self.is_done = not running or self._is_settled(
             running[0].cumulative_logprob, num_output_tokens
         )
-        children = [] if self.is_done else self._children(running, yields)
+        children = [] if self.is_done else self._children(running, row_results)
         self.beams = [beam for beam, _ in children]
         return [Branch(beam, parent_id) for beam, parent_id in children]
 
@@ -178,13 +178,13 @@ class BeamSearch:
         return Finish(self._found[0].finish_reason)
 
     def _candidates(
-        self, rows: Sequence[SequenceState], yields: dict[str, RowResult]
+        self, rows: Sequence[SequenceState], row_results: dict[str, RowResult]
     ) -> list[Continuation]:
         """Returns the best continuations of all rows, best first."""
         every = [
             Continuation(row, token_id, _cumulative(row) + logprob, alternative)
             for row in rows
-            for alternative, token_id, logprob in self._allowed(row, yields[row.request_id])
+            for alternative, token_id, logprob in self._allowed(row, row_results[row.request_id])
         ]
         return heapq.nlargest(
             self._width.num_candidates, every, key=lambda best: best.cumulative_logprob
@@ -226,7 +226,9 @@ class BeamSearch:
         length = self._max_output_tokens if early == "never" and penalty > 0 else num_output_tokens
         return best_running / math.pow(length, penalty) <= self._found[-1].score
 
-    def _output(self, best: Continuation, end: Finish, yields: dict[str, RowResult]) -> BeamOutput:
+    def _output(
+        self, best: Continuation, end: Finish, row_results: dict[str, RowResult]
+    ) -> BeamOutput:
         token_ids = [*best.row.token_ids[self._num_prompt_tokens :], best.token_id]
         score = best.cumulative_logprob / math.pow(len(token_ids), self._params.length_penalty)
         return BeamOutput(
@@ -235,22 +237,26 @@ class BeamSearch:
             score,
             end.reason,
             end.stop_reason,
-            self._logprobs(best, yields),
+            self._logprobs(best, row_results),
         )
 
-    def _logprobs(self, best: Continuation, yields: dict[str, RowResult]) -> list[TokenLogprobs]:
+    def _logprobs(
+        self, best: Continuation, row_results: dict[str, RowResult]
+    ) -> list[TokenLogprobs]:
         if self._params.logprobs is None:
             return []
         before = best.row.logprobs if isinstance(best.row, Beam) else []
         return [
             *before,
-            _get_chosen_logprobs(yields[best.row.request_id], best.rank, self._params.logprobs),
+            _get_chosen_logprobs(
+                row_results[best.row.request_id], best.rank, self._params.logprobs
+            ),
         ]
 
     # -- beams -------------------------------------------------------------------------------------
 
     def _children(
-        self, running: Sequence[Continuation], yields: dict[str, RowResult]
+        self, running: Sequence[Continuation], row_results: dict[str, RowResult]
     ) -> list[tuple[Beam, str]]:
         """Returns the next beams, each with the id of its parent. The first child of a beam
         replaces it, and keeps its worker row if that row sampled the same token.
@@ -262,7 +268,7 @@ class BeamSearch:
             inherits = isinstance(row, Beam) and parent_id not in heirs
             name = parent_id if inherits else self._new_name()
             heirs.add(parent_id)
-            logprobs = self._logprobs(best, yields)
+            logprobs = self._logprobs(best, row_results)
             beam = Beam(
                 name,
                 [*row.token_ids, best.token_id],
@@ -271,7 +277,9 @@ class BeamSearch:
                 logprobs,
             )
             beam.is_on_worker = (
-                inherits and row.is_on_worker and yields[parent_id].token_ids == [best.token_id]
+                inherits
+                and row.is_on_worker
+                and row_results[parent_id].token_ids == [best.token_id]
             )
             children.append((beam, parent_id))
         return children
@@ -284,7 +292,7 @@ class BeamSearch:
         """Reduces the beams to their common prefix, which is returned and computed first. Returns
         `trunk` if there are no beams.
         """
-        self._yields.clear()
+        self._row_results.clear()
         if not self.beams:
             return trunk
         self._folded, self.beams = self.beams, []

@@ -66,7 +66,7 @@ class ResponseRequest:
 class PreparedResponse:
     """A response whose prompt is built and whose fields are checked."""
 
-    asked: ResponseRequest
+    response_request: ResponseRequest
     model: ServedModel
     params: SamplingParams
     prompt: dict[str, Any]
@@ -79,9 +79,14 @@ class PreparedResponse:
 
         The builder does not parse the text: items are parsed from the stored pieces.
         """
-        params, asked = self.parser.apply_to(self.params), self.asked
+        params, response_request = self.parser.apply_to(self.params), self.response_request
         streams = OutputStreams(
-            self.model, [self.prompt], params, asked.id, origin=asked.origin, deltas=True
+            self.model,
+            [self.prompt],
+            params,
+            response_request.id,
+            origin=response_request.origin,
+            deltas=True,
         )
         return ResponseBuilder(streams, params)
 
@@ -102,7 +107,7 @@ class PreparedResponse:
         status = status or {"stop": "completed", "length": "incomplete"}.get(
             reason or "", "cancelled"
         )
-        output = parse_output(self.asked.id, self.parser, pieces)
+        output = parse_output(self.response_request.id, self.parser, pieces)
         if status in ("completed", "incomplete"):
             output.finish()
         ending = "completed" if status == "completed" else "incomplete"
@@ -134,41 +139,45 @@ async def make_request(
 
 
 async def count_input_tokens(
-    asked: ResponseRequest, model: ServedModel, store: Store | None
+    response_request: ResponseRequest, model: ServedModel, store: Store | None
 ) -> int:
-    talk, _ = await _make_conversation(asked, model, store)
+    talk, _ = await _make_conversation(response_request, model, store)
     return len((await talk.prompt(model))["prompt_token_ids"])
 
 
 async def _make_conversation(
-    asked: ResponseRequest, model: ServedModel, store: Store | None
+    response_request: ResponseRequest, model: ServedModel, store: Store | None
 ) -> tuple[Conversation, int]:
     """Returns a response's conversation and its number of leading system messages."""
-    instructions = asked.body.instructions
+    instructions = response_request.body.instructions
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
-    before = await get_previous_items(asked.body.previous_response_id, asked.owner, store)
-    messages = system + make_messages([*before, *asked.items])
+    before = await get_previous_items(
+        response_request.body.previous_response_id, response_request.owner, store
+    )
+    messages = system + make_messages([*before, *response_request.items])
     if not messages:
         raise InvalidRequest("input: expected items or instructions, got none", param="input")
-    return _conversation(asked, model, messages), len(system)
+    return _conversation(response_request, model, messages), len(system)
 
 
 async def prepare_response(
-    asked: ResponseRequest, model: ServedModel, store: Store | None
+    response_request: ResponseRequest, model: ServedModel, store: Store | None
 ) -> PreparedResponse:
     """Builds the prompt of a response; raises ClientError if it is invalid."""
-    body = asked.body
+    body = response_request.body
     params = body.params(model.llm.get_default_chat_params())
-    talk, num_system = await _make_conversation(asked, model, store)
+    talk, num_system = await _make_conversation(response_request, model, store)
     prompt = (
-        await _truncate(talk, asked, model, num_system)
+        await _truncate(talk, response_request, model, num_system)
         if body.truncation == "auto"
         else await talk.prompt(model)
     )
-    first = _make_first(asked, model, params, is_stored=body.is_stored and store is not None)
+    first = _make_first(
+        response_request, model, params, is_stored=body.is_stored and store is not None
+    )
     parser = talk.parser(model, prompt)
     await model.llm.check_grammar(parser.apply_to(params))
-    return PreparedResponse(asked, model, params, prompt, first, parser)
+    return PreparedResponse(response_request, model, params, prompt, first, parser)
 
 
 def make_failed(first: dict[str, Any], error: OctavoError) -> dict[str, Any]:
@@ -181,38 +190,42 @@ def make_failed(first: dict[str, Any], error: OctavoError) -> dict[str, Any]:
 
 
 async def stream_failure(
-    asked: ResponseRequest, model: ServedModel, error: OctavoError
+    response_request: ResponseRequest, model: ServedModel, error: OctavoError
 ) -> AsyncGenerator[list[Event], None]:
     """Yields the events of a stream that fails before its first token."""
-    params = asked.body.params(model.llm.get_default_chat_params())
-    first = _make_first(asked, model, params, is_stored=False)
+    params = response_request.body.params(model.llm.get_default_chat_params())
+    first = _make_first(response_request, model, params, is_stored=False)
     writer = EventWriter(first)
     yield [*writer.opening(), *writer.closing(make_failed(first, error))]
 
 
 def _conversation(
-    asked: ResponseRequest, model: ServedModel, messages: list[dict[str, Any]]
+    response_request: ResponseRequest, model: ServedModel, messages: list[dict[str, Any]]
 ) -> Conversation:
     known = model.tokenizer.template_variables if model.tokenizer is not None else frozenset()
-    effort = None if asked.body.reasoning is None else asked.body.reasoning.effort
-    variables = effort_variables(effort, known, "reasoning.effort", asked.body.ignored)
+    effort = (
+        None if response_request.body.reasoning is None else response_request.body.reasoning.effort
+    )
+    variables = effort_variables(effort, known, "reasoning.effort", response_request.body.ignored)
     return Conversation(
         messages,
-        asked.body.cache_salt,
+        response_request.body.cache_salt,
         Rendering(variables=variables),
-        tools=parse_tools(asked.body, model.limits),
+        tools=parse_tools(response_request.body, model.limits),
     )
 
 
 async def _truncate(
-    talk: Conversation, asked: ResponseRequest, model: ServedModel, num_system: int
+    talk: Conversation, response_request: ResponseRequest, model: ServedModel, num_system: int
 ) -> dict[str, Any]:
     """Returns the prompt. Omits the oldest messages as far as necessary to leave room for the
     output.
     """
     info = model.llm.info
     max_prompt_tokens = min(info.max_model_len, info.kv_capacity_tokens)
-    room = asked.body.max_output_tokens or min(ROOM_FOR_ANSWER_TOKENS, max_prompt_tokens // 4)
+    room = response_request.body.max_output_tokens or min(
+        ROOM_FOR_ANSWER_TOKENS, max_prompt_tokens // 4
+    )
     system, messages = talk.messages[:num_system], talk.messages[num_system:]
 
     async def rendered(num_dropped: int) -> dict[str, Any]:
@@ -237,13 +250,17 @@ async def _truncate(
 
 
 def _make_first(
-    asked: ResponseRequest, model: ServedModel, params: SamplingParams, *, is_stored: bool
+    response_request: ResponseRequest,
+    model: ServedModel,
+    params: SamplingParams,
+    *,
+    is_stored: bool,
 ) -> dict[str, Any]:
-    body = asked.body
+    body = response_request.body
     return {
-        "id": asked.id,
+        "id": response_request.id,
         "object": "response",
-        "created_at": asked.created_at,
+        "created_at": response_request.created_at,
         "completed_at": None,
         "status": "queued" if body.background else "in_progress",
         "background": bool(body.background),

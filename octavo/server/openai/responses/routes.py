@@ -62,22 +62,22 @@ async def create(
     _check_store(body, service.store)
     store = service.store if body.is_stored else None
     origin = get_request_context(request, body.priority, body.user)
-    asked = await make_request(body, get_owner(request), origin, service.store)
+    response_request = await make_request(body, get_owner(request), origin, service.store)
     if store is not None:
         store.check_room()
     if body.background and runs is not None:
-        run = await runs.start(await prepare_response(asked, model, service.store))
+        run = await runs.start(await prepare_response(response_request, model, service.store))
         if body.stream:
             return TypedEventStream(run.events(-1))
         return JSONResponse(run.response)
     try:
-        prepared = await prepare_response(asked, model, service.store)
+        prepared = await prepare_response(response_request, model, service.store)
         builder = prepared.start()
     except ContextTooLong as error:
         if not body.stream:
             raise
-        return TypedEventStream(stream_failure(asked, model, error))
-    service.parsers.keep(asked.id, prepared.parser, body_bytes(request))
+        return TypedEventStream(stream_failure(response_request, model, error))
+    service.parsers.keep(response_request.id, prepared.parser, body_bytes(request))
     if body.stream:
         return TypedEventStream(_events(prepared, builder, store))
     last = await cancel_on_disconnect(request.receive, _wait_for_end(prepared, builder, store))
@@ -93,10 +93,10 @@ async def count_tokens(
     """Counts the prompt tokens of a response."""
     model = await service.model(body.model)
     _check_store(body, service.store)
-    asked = await make_request(
+    response_request = await make_request(
         body, get_owner(request), get_request_context(request, None, None), service.store
     )
-    num_tokens = await count_input_tokens(asked, model, service.store)
+    num_tokens = await count_input_tokens(response_request, model, service.store)
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
@@ -195,7 +195,7 @@ async def _wait_for_end(
     """Returns a response when it has ended and, if requested, is stored."""
     pieces = [prepared.piece(delta) async for (delta,) in builder.deltas()]
     last = prepared.ended(builder, pieces)
-    await _store(prepared.asked, last, store)
+    await _store(prepared.response_request, last, store)
     return last
 
 
@@ -216,13 +216,15 @@ async def _events(
         last = prepared.ended(builder, pieces)
     except OctavoError as error:
         last = make_failed(prepared.first, error)
-    await _store(prepared.asked, last, store)
+    await _store(prepared.response_request, last, store)
     yield writer.closing(last)
 
 
-async def _store(asked: ResponseRequest, last: dict[str, Any], store: Store | None) -> None:
+async def _store(
+    response_request: ResponseRequest, last: dict[str, Any], store: Store | None
+) -> None:
     if store is not None:
-        await store.add(make_record(asked, last, store))
+        await store.add(make_record(response_request, last, store))
 
 
 def _get_run(record: Record, run: ResponseRun | None) -> ResponseRun:

@@ -119,9 +119,9 @@ class ResponseRuns:
     async def start(self, prepared: PreparedResponse) -> ResponseRun:
         """Stores and starts a new response."""
         self.check_room()
-        record = _record(prepared.asked, prepared.first)
+        record = _record(prepared.response_request, prepared.first)
         await self._store.add(record)
-        return self._begin(prepared.asked, record, prepared)
+        return self._begin(prepared.response_request, record, prepared)
 
     def check_room(self) -> None:
         """Raises Overloaded if too many responses run in the background."""
@@ -154,22 +154,22 @@ class ResponseRuns:
     # -- in the tasks ------------------------------------------------------------------------------
 
     def _begin(
-        self, asked: ResponseRequest, record: Record, prepared: PreparedResponse | None
+        self, response_request: ResponseRequest, record: Record, prepared: PreparedResponse | None
     ) -> ResponseRun:
-        run = self._runs[asked.id] = ResponseRun(dict(record.body["response"]))
-        run.task = asyncio.create_task(self._run_to_end(run, asked, record, prepared))
+        run = self._runs[response_request.id] = ResponseRun(dict(record.body["response"]))
+        run.task = asyncio.create_task(self._run_to_end(run, response_request, record, prepared))
         return run
 
     async def _run_to_end(
         self,
         run: ResponseRun,
-        asked: ResponseRequest,
+        response_request: ResponseRequest,
         record: Record,
         prepared: PreparedResponse | None,
     ) -> None:
         """Computes and stores a response; leaves it unfinished if the server stops."""
         try:
-            last = await self._compute(run, asked, prepared)
+            last = await self._compute(run, response_request, prepared)
             ended = _end_record(record, last, run.deltas, self._store)
             ended.body["reading"] = run.parser.dump()
             await self._store.replace(ended)
@@ -182,15 +182,15 @@ class ResponseRuns:
         finally:
             run.change()
             if run.failure is None:
-                del self._runs[asked.id]
+                del self._runs[response_request.id]
 
     async def _compute(
-        self, run: ResponseRun, asked: ResponseRequest, prepared: PreparedResponse | None
+        self, run: ResponseRun, response_request: ResponseRequest, prepared: PreparedResponse | None
     ) -> dict[str, Any]:
         """Returns the final response object; retries on another engine if the first one ends."""
         while True:
             try:
-                return await self._compute_once(run, asked, prepared)
+                return await self._compute_once(run, response_request, prepared)
             except EngineDead:
                 prepared = None
                 await asyncio.sleep(RETRY_S)
@@ -198,19 +198,19 @@ class ResponseRuns:
                 return make_failed(run.response, error)
 
     async def _compute_once(
-        self, run: ResponseRun, asked: ResponseRequest, prepared: PreparedResponse | None
+        self, run: ResponseRun, response_request: ResponseRequest, prepared: PreparedResponse | None
     ) -> dict[str, Any]:
         """Returns the final response object of one engine, or its state when it was cancelled."""
         builder: ResponseBuilder | None = None
         num_stored_chars = sum(len(text) for text, _ in run.deltas)
         try:
             if prepared is None:
-                prepared = await self._retry(lambda: self._prepare(asked))
+                prepared = await self._retry(lambda: self._prepare(response_request))
             current = prepared
             run.parser = current.parser
             builder = await self._retry(lambda: _started(current))
-            num_bytes = len(asked.body.model_dump_json(exclude_none=True))
-            self._service.parsers.keep(asked.id, current.parser, num_bytes)
+            num_bytes = len(response_request.body.model_dump_json(exclude_none=True))
+            self._service.parsers.keep(response_request.id, current.parser, num_bytes)
             run.response = {**run.response, "status": "in_progress"}
             async for (delta,) in builder.deltas():
                 text, logprobs = prepared.piece(delta)
@@ -226,11 +226,11 @@ class ResponseRuns:
                 return {**run.response, "status": "cancelled"}
             return prepared.ended(builder, run.deltas, "cancelled")
 
-    async def _prepare(self, asked: ResponseRequest) -> PreparedResponse:
-        record = self._service.background_record(asked.owner)
+    async def _prepare(self, response_request: ResponseRequest) -> PreparedResponse:
+        record = self._service.background_record(response_request.owner)
         try:
-            model = await replace(self._service, record=record).model(asked.body.model)
-            return await prepare_response(asked, model, self._store)
+            model = await replace(self._service, record=record).model(response_request.body.model)
+            return await prepare_response(response_request, model, self._store)
         finally:
             record.release()  # from here on the submitted request keeps the model in memory
 
@@ -256,26 +256,31 @@ def load_run(record: Record) -> ResponseRun:
     return ResponseRun(record.body["response"], deltas, parser)
 
 
-def make_record(asked: ResponseRequest, response: dict[str, Any], store: Store) -> Record:
+def make_record(
+    response_request: ResponseRequest, response: dict[str, Any], store: Store
+) -> Record:
     """Returns the record of a foreground response."""
-    return _end_record(_record(asked, response), response, None, store)
+    return _end_record(_record(response_request, response), response, None, store)
 
 
-def _record(asked: ResponseRequest, response: dict[str, Any]) -> Record:
-    request = asked.body.model_dump(exclude_none=True)
-    origin = {"priority": asked.origin.priority, "tenant": asked.origin.tenant}
+def _record(response_request: ResponseRequest, response: dict[str, Any]) -> Record:
+    request = response_request.body.model_dump(exclude_none=True)
+    origin = {
+        "priority": response_request.origin.priority,
+        "tenant": response_request.origin.tenant,
+    }
     return Record(
-        asked.id,
+        response_request.id,
         "response",
-        asked.owner,
+        response_request.owner,
         {
             "response": response,
-            "items": asked.items,
+            "items": response_request.items,
             "deltas": None,
             "request": request,
             "origin": origin,
         },
-        asked.created_at,
+        response_request.created_at,
     )
 
 
