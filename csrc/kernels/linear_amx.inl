@@ -43,36 +43,32 @@ OCTAVO_INLINE void add_scaled(vf scale, vf group_min, const float* d, const floa
     }
 }
 
-constexpr int kAmxSums = 4;  // sums that AMX computes while the vector unit scales the four before
-
-// Multiplies 16 rows by up to four times kDepth inputs into exact sums [4][16 rows][16 o]. The intrinsics
-// require literal register numbers, hence the macro.
-template <int kDepth>
-OCTAVO_INLINE void multiply_four(const int8_t* q, int64_t stride, const int8_t* codes, int count,
-                                 int32_t (*sums)[kTile * kTile]) {
-#define OCTAVO_MULTIPLY(I, A, B)                        \
-    if (I < count) {                                    \
-        _tile_zero(I);                                  \
-        _tile_loadd(A, q + I * kDepth, stride);         \
-        _tile_loadd(B, codes + I * kTile * kDepth, 64); \
-        _tile_dpbssd(I, A, B);                          \
-        _tile_stored(I, sums[I], 64);                   \
+// Multiplies 16 rows by kDepth inputs into tile register kTileIndex, 0 or 1.
+template <int kTileIndex>
+OCTAVO_INLINE void multiply_group(const int8_t* q, int64_t stride, const int8_t* codes) {
+    // The intrinsics require literal register numbers.
+    if constexpr (kTileIndex == 0) {
+        _tile_zero(0);
+        _tile_loadd(4, q, stride);
+        _tile_loadd(6, codes, 64);
+        _tile_dpbssd(0, 4, 6);
+    } else {
+        _tile_zero(1);
+        _tile_loadd(5, q, stride);
+        _tile_loadd(7, codes, 64);
+        _tile_dpbssd(1, 5, 7);
     }
-    OCTAVO_MULTIPLY(0, 4, 6)
-    OCTAVO_MULTIPLY(1, 5, 7)
-    OCTAVO_MULTIPLY(2, 4, 6)
-    OCTAVO_MULTIPLY(3, 5, 7)
-#undef OCTAVO_MULTIPLY
 }
 
-// Multiplies one tile by 16 rows. The vector unit scales four sums while AMX computes the next four. kHalves:
-// scales and mins change every 16 inputs.
+// Multiplies one tile by 16 rows. AMX computes a group while it stores the sums of the one before and the
+// vector unit scales those of the one before that: so few instructions are between them that the processor
+// executes them at the same time. kHalves: scales and mins change every 16 inputs.
 template <ScaleType S, ZeroPointKind Z, bool kHalves, bool kShared = false>
 void sixteen_rows(const Tiles& w, const uint8_t* tile, const int8_t* codes, const QuantizedRows& x,
                   int64_t row, float* out) {
     constexpr int kParts = kHalves ? 2 : 1, kDepth = kGroup / kParts;
     constexpr size_t kScale = scale_bytes<S>(), kMin = kShared ? 0 : zero_point_bytes<S, Z>();
-    alignas(64) int32_t sums[2][kAmxSums][kTile * kTile];
+    alignas(64) int32_t sums[4][kTile * kTile];
     alignas(64) float scaled_sums[kTile];
     const int8_t* q = reinterpret_cast<const int8_t*>(x.values) + row * x.stride;
     const size_t codes_size = codes_bytes(w.code), step = codes_size + (kScale + kMin) * kParts;
@@ -93,12 +89,17 @@ void sixteen_rows(const Tiles& w, const uint8_t* tile, const int8_t* codes, cons
         add_scaled<Z>(scale, group_min, d, kHalves ? scaled_sums : x.scaled_sums + x.at(row, g), from, acc);
         if (part == kParts - 1) tile += step;
     };
-    for (int i = 0; i < count + kAmxSums; i += kAmxSums) {
-        if (i < count)
-            multiply_four<kDepth>(q + i * kDepth, x.stride, codes + i * kTile * kDepth, count - i,
-                                  sums[i / kAmxSums % 2]);
-        for (int before = std::max(i - kAmxSums, 0); before < std::min(i, count); before++)
-            scale_one(before, sums[before / kAmxSums % 2][before % kAmxSums]);
+    const auto multiply = [&]<int kTileIndex>(int i) {
+        multiply_group<kTileIndex>(q + i * kDepth, x.stride, codes + i * kTile * kDepth);
+    };
+    multiply.template operator()<0>(0);
+    for (int i = 1; i < count + 2; i += 2) {
+        if (i < count) multiply.template operator()<1>(i);
+        if (i <= count) _tile_stored(0, sums[(i - 1) % 4], 64);
+        if (i >= 2) scale_one(i - 2, sums[(i - 2) % 4]);
+        if (i + 1 < count) multiply.template operator()<0>(i + 1);
+        if (i < count) _tile_stored(1, sums[i % 4], 64);
+        if (i - 1 < count) scale_one(i - 1, sums[(i - 1) % 4]);
     }
     for (int m = 0; m < kTile; m++) store(out + 16 * m, acc[m]);
 }
