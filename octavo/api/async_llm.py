@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from octavo.api.errors import EngineDead, Unavailable
+from octavo.api.errors import EngineDead, Unavailable, WorkerFailed
 from octavo.api.lora_request import LoRARequest
 from octavo.api.outputs import RequestOutput
 from octavo.api.pooling_outputs import (
@@ -27,7 +29,7 @@ from octavo.engine.clients.client import EngineInfo, as_view
 from octavo.engine.live.feed import EngineFeed, FeedReader
 from octavo.engine.protocol.block_events import BlocksCleared
 from octavo.engine.protocol.outputs import CoreOutputs
-from octavo.engine.protocol.requests import ResetPrefixCache, ViewEngine
+from octavo.engine.protocol.requests import PrefixRef, ResetPrefixCache, ViewEngine
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import AdapterRef
 from octavo.frontend.admission_limits import AdmissionLimits
@@ -37,10 +39,11 @@ from octavo.frontend.changes import Fork, RequestUpdate
 from octavo.frontend.frontend import Frontend
 from octavo.frontend.input_processor import DEFAULT_CONTEXT, ParentRequest, RequestContext
 from octavo.frontend.live_requests import LiveRequest
-from octavo.frontend.pins import COMPUTE
+from octavo.frontend.pins import COMPUTE, make_prefix
 from octavo.frontend.pooling import PoolingJobs, PoolingPrompts, Texts
 from octavo.frontend.prompt_inputs import Truncation
 from octavo.frontend.remote_prefill import build_remote_prefill
+from octavo.frontend.sessions import POLL_S, Sessions
 from octavo.frontend.streams import RequestStream, RequestStreams, StreamEvents
 from octavo.frontend.transcription import SpeechOptions
 from octavo.text.ports import DEFAULT_RENDERING, Rendering, Tokenizer
@@ -422,8 +425,41 @@ class AsyncLLM:
         (None: indefinitely, 0: unpins it). Returns the number of pinned tokens.
         """
         params = self._frontend.pin_params(ttl_s)
-        computed = await self.submit(await self.tokenize(prompt), params).final()
-        return await asyncio.to_thread(self._frontend.pin, computed, prompt, ttl_s)
+        prefix = await self.compute_prefix(prompt, params)
+        return await asyncio.to_thread(self._frontend.pin, prefix, ttl_s)
+
+    async def compute_prefix(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = COMPUTE,
+        *,
+        adapter: AdapterRef | None = None,
+    ) -> PrefixRef:
+        """Computes a prompt that is not cached, and returns it as a prefix for `sessions`."""
+        self._streams.check_alive()
+        prompt = await self.tokenize(prompt)
+        request = self._frontend.prepare_request(self._next_id(), prompt, params, adapter=adapter)
+        output = await self.submit_prepared(request, deltas=False).final()
+        if output.error is not None:
+            raise WorkerFailed(output.error)
+        return make_prefix(request)
+
+    def get_prefix(self, request_id: str | None = None) -> PrefixRef:
+        """Returns the tokens of a running or recently finished request, or of the request that
+        finished last, as a prefix for `sessions`.
+        """
+        return self._frontend.get_prefix(request_id)
+
+    def forget_last(self) -> int:
+        """Forgets the request that finished last; returns the number of its tokens."""
+        last, self._frontend.outputs.last = self._frontend.outputs.last, None
+        return 0 if last is None else last.num_tokens
+
+    @property
+    def sessions(self) -> Sessions:
+        """Named sessions in `prefix_cache_dir`. Its methods block: call them in threads."""
+        self.start()
+        return Sessions(self._frontend, partial(time.sleep, POLL_S))
 
     def close(self) -> None:
         """Shuts down the core; open streams get EngineDead. Thread-safe."""

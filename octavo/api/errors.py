@@ -7,6 +7,7 @@
     |  |- Unauthorized        401
     |  |- ModelNotFound       404
     |  |- RequestNotFound     404
+    |  |- SessionNotFound     404
     |  `- Overloaded          429, with retry_after_s
     |- ServerError            our fault, or the machine's, while serving
     |  |- EngineDead          the engine process is gone
@@ -143,6 +144,12 @@ class ModelNotFound(ClientError):
 
 class RequestNotFound(ClientError):
     """A request id that is unknown, expired, or that belongs to another API key."""
+
+    status = 404
+
+
+class SessionNotFound(ClientError):
+    """No session of this name is stored."""
 
     status = 404
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from octavo.api.beam_search_params import BeamSearchParams
-from octavo.api.errors import EngineDead, InvalidRequest, shown
+from octavo.api.errors import EngineDead, InvalidRequest, WorkerFailed, shown
 from octavo.api.lora_request import LoRARequest
 from octavo.api.outputs import Profile, RequestOutput
 from octavo.api.pooling_outputs import (
@@ -32,7 +32,7 @@ from octavo.api.transcription import Transcription, VoiceActivity
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineInfo
 from octavo.engine.protocol.ports import Profiler
-from octavo.engine.protocol.requests import ResetPrefixCache
+from octavo.engine.protocol.requests import PrefixRef, ResetPrefixCache
 from octavo.engine.protocol.stats import EngineStats
 from octavo.frontend.arguments import (
     Messages,
@@ -45,7 +45,9 @@ from octavo.frontend.arguments import (
     prompt_list,
 )
 from octavo.frontend.input_processor import ParentRequest, RequestContext
+from octavo.frontend.pins import COMPUTE, make_prefix
 from octavo.frontend.pooling import OutputT, PoolingJob, PoolingPrompts, Texts
+from octavo.frontend.sessions import POLL_S, Sessions
 from octavo.frontend.transcription import (
     Sound,
     SpeechOptions,
@@ -354,8 +356,26 @@ class LLM:
         (None: indefinitely, 0: unpins it). Returns the number of pinned tokens.
         """
         params = self.frontend.pin_params(ttl_s)
-        (computed,) = self.generate(prompt, params, use_tqdm=False)
-        return self.frontend.pin(computed, prompt, ttl_s)
+        return self.frontend.pin(self.compute_prefix(prompt, params), ttl_s)
+
+    def compute_prefix(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = COMPUTE,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> PrefixRef:
+        """Computes a prompt that is not cached, and returns it as a prefix for `sessions`."""
+        (request,) = self._requests([prompt], params, lora_request=lora_request)
+        (output,) = self._run([request], streaming=False)
+        if output.error is not None:
+            raise WorkerFailed(output.error)
+        return make_prefix(request)
+
+    @property
+    def sessions(self) -> Sessions:
+        """Named sessions in `prefix_cache_dir`."""
+        return Sessions(self.frontend, self._work)
 
     def start_profile(self) -> None:
         """Starts timing each kind of op. Raises BackendUnavailable if the backend does not support
@@ -434,6 +454,12 @@ class LLM:
                 for request_id in unfinished:
                     self.frontend.drop(request_id)
                     self._changed.pop(request_id, None)
+
+    def _work(self) -> None:
+        """Makes a step if there is work and no other thread steps the engine."""
+        with self._turn:
+            if not self._is_stepping and (step := self.frontend.client.receive(POLL_S)) is not None:
+                self._changed |= self.frontend.process_outputs(step)
 
     def _next_outputs(self, request_ids: set[str], *, streaming: bool) -> list[RequestOutput]:
         """Waits until one of the requests has a new output, and returns those that are wanted:

@@ -51,6 +51,10 @@ def chat(
     top_p: TopPFlag = None,
     max_tokens: MaxTokensFlag = None,
     seed: SeedFlag = None,
+    session: Annotated[
+        str | None,
+        typer.Option(help="Continue this named session, and save it at the end", metavar="NAME"),
+    ] = None,
     repetition_detection: RepetitionFlag = True,
     options: dict[str, Any],
 ) -> None:
@@ -65,13 +69,14 @@ def chat(
     sampling["repetition_detection"] = LOOP if repetition_detection else None
     options = options | _parse_name(name, options)
     if url is not None:
-        _with_server(url, api_key or os.environ.get(KEY_VARIABLE), sampling, system, options)
+        key = api_key or os.environ.get(KEY_VARIABLE)
+        _with_server(url, key, sampling, system, options, session=session)
     elif api_key is not None:
         from octavo.api.errors import ConfigError
 
         raise ConfigError("api_key: requires --url; a local model needs no key")
     else:
-        chat_with_engine(sampling, system, options)
+        chat_with_engine(sampling, system, options, session)
 
 
 def _parse_name(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -85,20 +90,33 @@ def _parse_name(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
     return {"model": name}
 
 
-def chat_with_engine(sampling: dict[str, Any], system: str | None, options: dict[str, Any]) -> None:
+def chat_with_engine(
+    sampling: dict[str, Any],
+    system: str | None,
+    options: dict[str, Any],
+    session: str | None = None,
+) -> None:
     """Loads a model and chats until the user ends the conversation."""
     from octavo.api.llm import LLM
     from octavo.cli.conversation.chat_models import LocalModel
 
+    if session is not None:
+        options = {"prefix_cache_dir": str(state_home() / "chats"), **options}
     with LLM(**with_local_model({"max_num_seqs": 1, "seed": new_seed(), **options})) as llm:
         check_answers(llm)
         if any(sampling.get(name) is not None for name in FLAGS):
             print(describe_sampling(sampling_for(llm, sampling)), file=sys.stderr)
-        _run_session(LocalModel(llm), sampling, system)
+        _run_session(LocalModel(llm), sampling, system, session)
 
 
 def _with_server(
-    url: str, key: str | None, sampling: dict[str, Any], system: str | None, options: dict[str, Any]
+    url: str,
+    key: str | None,
+    sampling: dict[str, Any],
+    system: str | None,
+    options: dict[str, Any],
+    *,
+    session: str | None,
 ) -> None:
     from octavo.api.errors import ConfigError
     from octavo.cli.conversation.chat_models import RemoteModel
@@ -112,13 +130,22 @@ def _with_server(
         )
     model = RemoteModel(HttpClient(url, key), options.get("model"))
     print(f"talking with {model.name}", file=sys.stderr)
-    _run_session(model, sampling, system)
+    _run_session(model, sampling, system, session)
 
 
-def _run_session(model: Any, sampling: dict[str, Any], system: str | None) -> None:
+def _run_session(
+    model: Any, sampling: dict[str, Any], system: str | None, session: str | None
+) -> None:
     from octavo.cli.conversation.chat_input import ChatInput
     from octavo.cli.conversation.chat_session import ChatSession
 
-    print(GREETING, file=sys.stderr)
     chat_input = ChatInput(state_home() / "chat_history")
-    ChatSession(model, chat_input, sampling, system).talk()
+    chat_session = ChatSession(model, chat_input, sampling, system)
+    if session is not None:
+        chat_session.restore(session)
+    print(GREETING, file=sys.stderr)
+    try:
+        chat_session.talk()
+    finally:
+        if session is not None:
+            chat_session.store(session)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -34,15 +32,12 @@ from octavo.executor.kv import BLOCK_SIZE, KvLayout
 from octavo.program.ops import original_context
 from octavo.program.program import CacheGroup
 from octavo.wiring.tier_builder import BuiltTiers, TierBuilder
-from octavo.wiring.tiers import count_slots, fingerprint_parts
+from octavo.wiring.tiers import count_slots, fingerprint_parts, format_facts
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.kv_connectors.fingerprint import fingerprint
 from octavo.worker.loaded_model import LoadedModel, MakeConnector
 from octavo.worker.ranks.messages import RankSlots, TellReport
 from octavo.worker.ranks.start import SharedSlots
-
-MAX_FACT_LENGTH = 64
-"""Maximum length of a fact in characters; longer ones are shown as digests."""
 
 
 class TransferTierBuilder(TierBuilder):
@@ -83,13 +78,13 @@ class TransferTierBuilder(TierBuilder):
             # If a lost rank ends a step, the layers that the step counted contain wrong values.
             streams=worker.sends_layers and loaded.writes_layers and num_ranks == 1,
         )
-        facts = {name: _format_fact(value) for name, value in parts.items()}
-        facts |= {"transport": str(options.kv_transfer), "weights": slots.fingerprint.hex()}
+        facts = format_facts(parts, slots.fingerprint)
+        facts |= {"transport": str(options.kv_transfer)}
         endpoints = [_rank_endpoint(options, rank) for rank in range(num_ranks)]
         return BuiltTiers(
             tiers,
             worker,
-            TransferFacts(
+            facts=TransferFacts(
                 facts,
                 join_endpoints(endpoints) if options.prefills_for_peers else None,
                 num_ranks,
@@ -97,7 +92,7 @@ class TransferTierBuilder(TierBuilder):
                 original_context(loaded.program),
                 sum(block_bytes) / BLOCK_SIZE,
             ),
-            None if num_ranks == 1 else SharedSlots(slots, reports.add_rank),
+            sharing=None if num_ranks == 1 else SharedSlots(slots, reports.add_rank),
         )
 
     def build_on_rank(self, groups: Sequence[CacheGroup], rank: int) -> MakeConnector:
@@ -206,9 +201,3 @@ def _build_transport(options: TransferOptions) -> BlockTransport | None:
     from octavo.distributed.transfer.socket_mover import SocketMover
 
     return SocketMover(host if options.prefills_for_peers else None)
-
-
-def _format_fact(value: Any) -> str:
-    """Formats a fact for comparison and display; long ones as digests."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return text if len(text) <= MAX_FACT_LENGTH else hashlib.sha256(text.encode()).hexdigest()[:16]

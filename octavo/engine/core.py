@@ -20,7 +20,9 @@ from octavo.engine.live.watch import EngineWatch, make_view
 from octavo.engine.protocol.outputs import CoreOutputs, EngineOutput
 from octavo.engine.protocol.ports import AsyncExecutor, DecodingExecutor, Executor, Launched
 from octavo.engine.protocol.requests import (
+    CountStored,
     EngineRequest,
+    FetchPrefix,
     Pin,
     Query,
     QueryAnswer,
@@ -34,6 +36,7 @@ from octavo.engine.protocol.view import EngineView
 from octavo.engine.recording.recorder import (
     Event,
     PrefixCacheReset,
+    PrefixFetched,
     PrefixPinned,
     Recorder,
     RequestAborted,
@@ -196,6 +199,12 @@ class EngineCore:
             self._end_decode()
             self._record(PrefixPinned(query))
             return blocks.pin_prefix(query)
+        if isinstance(query, CountStored):
+            return blocks.count_stored(query)
+        if isinstance(query, FetchPrefix):
+            self._end_decode()
+            self._record(PrefixFetched(query.prefix))
+            return blocks.fetch_prefix(query.prefix)
         self.settle()
         self._record(PrefixCacheReset(query.reset_connector))
         return int(blocks.reset_prefix_cache(reset_connector=query.reset_connector))

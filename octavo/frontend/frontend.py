@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.api.errors import InvalidRequest, RequestNotFound, Unavailable
 from octavo.api.lora_request import LoRARequest
-from octavo.api.outputs import RequestOutput
 from octavo.api.pooling_params import (
     MarkedText,
     PoolingParams,
@@ -27,7 +26,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import EngineClient, EngineInfo, as_number, as_view
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.ports import Profiler
-from octavo.engine.protocol.requests import RequestChange, ViewEngine
+from octavo.engine.protocol.requests import PrefixRef, RequestChange, ViewEngine
 from octavo.engine.protocol.stats import EngineStats
 from octavo.engine.protocol.step import AdapterRef
 from octavo.engine.protocol.view import EngineView
@@ -42,7 +41,7 @@ from octavo.frontend.input_processor import (
 )
 from octavo.frontend.live_requests import LiveRequest, live_request, views_by_id
 from octavo.frontend.output_processor import KEPT_S, OutputProcessor, RequestState
-from octavo.frontend.pins import COMPUTE, check_pin, make_pin
+from octavo.frontend.pins import COMPUTE, check_pin, make_pin, make_prefix
 from octavo.frontend.pooling import PoolingInputs, PoolingJobs
 from octavo.frontend.prompt_inputs import Truncation
 from octavo.frontend.sampling_defaults import SamplingDefaults
@@ -352,11 +351,20 @@ class Frontend:
         check_pin(ttl_s, self.config.cache)
         return COMPUTE
 
-    def pin(self, computed: RequestOutput, prompt: Prompt, ttl_s: float | None) -> int:
-        """Keeps the blocks of a computed prompt on disk for `ttl_s` seconds (None: indefinitely);
+    def pin(self, prefix: PrefixRef, ttl_s: float | None) -> int:
+        """Keeps the blocks of a computed prefix on disk for `ttl_s` seconds (None: indefinitely);
         returns the number of tokens in these blocks.
         """
-        return as_number(self.client.query(make_pin(computed, prompt, ttl_s)))
+        return as_number(self.client.query(make_pin(prefix, ttl_s)))
+
+    def get_prefix(self, request_id: str | None = None) -> PrefixRef:
+        """Returns the tokens of a running or recently finished request, or of the request that
+        finished last: its prompt, and the output of its first sample.
+        """
+        state = self.outputs.last if request_id is None else self._find(request_id)
+        if state is None:
+            raise RequestNotFound("no request has finished yet")
+        return make_prefix(state.request, state.samples[0].token_ids)
 
     def close(self) -> None:
         """Shuts down the core and releases its threads and memory."""

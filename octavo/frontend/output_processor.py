@@ -205,6 +205,8 @@ class OutputProcessor:
         self._samples: dict[str, tuple[RequestState, Sample]] = {}
         """Unfinished samples and their requests, by core request id."""
         self._recent = RecentRequests()
+        self.last: RequestState | None = None
+        """The request that finished last."""
 
     @property
     def num_unfinished(self) -> int:
@@ -340,6 +342,7 @@ class OutputProcessor:
             samples = [replace(sample, logprobs=None) for sample in state.samples]
             kept = replace(state, samples=samples, prompt_logprobs=None)
             self._recent.add(request_id, kept)
+            self.last = kept
         return request_output
 
     def discard(self, request_id: str) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
-from octavo.api.errors import InvalidRequest, WorkerFailed
-from octavo.api.outputs import RequestOutput
+from octavo.api.errors import InvalidRequest
 from octavo.api.sampling_params import SamplingParams
 from octavo.config.cache_options import CacheOptions
-from octavo.engine.protocol.requests import Pin
+from octavo.engine.protocol.requests import Pin, PrefixRef
+from octavo.frontend.input_processor import ParentRequest
 
 FOR_GOOD_S = 100 * 365 * 86400.0
 """Time to live of a pin without expiry, in seconds."""
@@ -23,15 +22,21 @@ COMPUTE = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 """Sampling params that make the core compute a prompt; the generated token is ignored."""
 
 
-def make_pin(output: RequestOutput, prompt: Any, ttl_s: float | None) -> Pin:
-    """Returns the pin of a computed prompt. `ttl_s` None: never expires; 0: unpins the prompt."""
-    if output.error is not None:
-        raise WorkerFailed(output.error)
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    now = time.time()
-    return Pin(
-        output.prompt_token_ids, salt or "", now + (FOR_GOOD_S if ttl_s is None else ttl_s), now
+def make_prefix(request: ParentRequest, output_token_ids: Sequence[int] = ()) -> PrefixRef:
+    """Returns the prefix that consists of a request's prompt and some of its output."""
+    first = request.samples[0]
+    return PrefixRef(
+        [*first.prompt_token_ids, *output_token_ids],
+        first.cache_salt,
+        b"" if first.adapter is None else first.adapter.digest,
+        first.media,
     )
+
+
+def make_pin(prefix: PrefixRef, ttl_s: float | None) -> Pin:
+    """Returns the pin of a computed prefix. `ttl_s` None: never expires; 0: unpins it."""
+    now = time.time()
+    return Pin(prefix, now + (FOR_GOOD_S if ttl_s is None else ttl_s), now)
 
 
 def check_pin(ttl_s: float | None, cache: CacheOptions) -> None:

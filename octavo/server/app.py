@@ -46,6 +46,7 @@ from octavo.server.routes import (
     model_loading,
     page,
     requests,
+    sessions,
     tokenize,
 )
 from octavo.server.scoring import classify, pooling_route, rerank, score
@@ -85,6 +86,7 @@ ROUTES = (
     batches,
     jobs,
     cache,
+    sessions,
     capabilities,
     metrics,
     requests,

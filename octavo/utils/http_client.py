@@ -46,6 +46,11 @@ class HttpClient:
         with self._describe():
             return self._client.get(path)
 
+    def post(self, path: str, body: Any) -> Response:
+        """Sends JSON; returns the response, whatever its status, without a timeout."""
+        with self._describe():
+            return self._client.post(path, content=msgspec.json.encode(body), timeout=None)
+
     def events(self, path: str, body: Any) -> Iterator[Any]:
         """Yields the JSON of each event of a stream, without a timeout, since a prompt may be long.
         Raises WorkerFailed if the server returns an error.

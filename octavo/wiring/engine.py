@@ -399,6 +399,7 @@ def _build_core(
         model=model.facts(),
         transfer=off_device.facts,
         original=scheduler.blocks.original,
+        cache_facts=off_device.cache_facts,
     )
     return BuiltCore(core, info, worker)
 

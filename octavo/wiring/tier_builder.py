@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.checkpoint.ports import Checkpoint
 from octavo.config.engine_config import EngineConfig
@@ -25,6 +25,8 @@ class BuiltTiers:
     """Settings of the scheduler half."""
     worker: ConnectorWorker | None = None
     """Worker half."""
+    cache_facts: dict[str, str] = field(default_factory=dict)
+    """Everything that the bytes of stored blocks depend on, by name; {} without a directory."""
     facts: TransferFacts | None = None
     """Facts that engines compare when they connect; None without KV transfer."""
     sharing: SharedSlots | None = None

@@ -7,7 +7,9 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.api.errors import ConfigError
@@ -31,6 +33,8 @@ from octavo.worker.kv_connectors.tiers import TierWorker
 from octavo.worker.loaded_model import LoadedModel
 from octavo.worker.machine import Machine
 
+MAX_FACT_LENGTH = 64
+"""Maximum length of a fact in characters; longer ones are shown as digests."""
 DEFAULT_OFFLOADING_BYTES = 1 << 30
 """Default of kv_offloading_size with prefix_cache_dir, in bytes. Memory that is never written costs
 nothing.
@@ -48,7 +52,10 @@ def build_tiers(
     num_slots = count_slots(cache, sum(block_bytes))
     if not num_slots:
         return BuiltTiers()
-    directory = None if cache.prefix_cache_dir is None else _block_directory(checkpoint, loaded)
+    directory: BlockDirectory | None = None
+    facts: dict[str, str] = {}
+    if cache.prefix_cache_dir is not None:
+        directory, facts = _block_directory(checkpoint, loaded, cache.prefix_cache_dir)
     choice, rater = block_choice(loaded) or (None, None)
     worker = TierWorker([HostShape(num_slots, size) for size in block_bytes], directory, rater)
     first = worker.report(wait_s=0.0)
@@ -66,7 +73,7 @@ def build_tiers(
         first=first,
         choice=choice,
     )
-    return BuiltTiers(tiers, worker)
+    return BuiltTiers(tiers, worker, facts)
 
 
 def check_tiers(
@@ -110,18 +117,31 @@ def _default_bytes() -> int:
     return min(DEFAULT_OFFLOADING_BYTES, available // 8)
 
 
-def _block_directory(checkpoint: Checkpoint, loaded: LoadedModel) -> BlockDirectory:
-    """Opens the directory of this model's blocks, keyed by everything that determines their
-    bytes.
+def _block_directory(
+    checkpoint: Checkpoint, loaded: LoadedModel, path: str
+) -> tuple[BlockDirectory, dict[str, str]]:
+    """Opens the directory of this model's blocks, keyed by everything that determines their bytes;
+    returns it and these facts.
     """
-    cache = loaded.config.cache
-    assert cache.prefix_cache_dir is not None
-    root = open_root(cache.prefix_cache_dir)
-    return BlockDirectory(
-        root,
-        fingerprint(fingerprint_parts(checkpoint, loaded), checkpoint.weight_files, cache=root),
-        max_bytes=cache.prefix_cache_size,
+    root, parts = open_root(path), fingerprint_parts(checkpoint, loaded)
+    digest, weights = (
+        fingerprint(each, checkpoint.weight_files, cache=root) for each in (parts, {})
     )
+    directory = BlockDirectory(root, digest, max_bytes=loaded.config.cache.prefix_cache_size)
+    return directory, format_facts(parts, weights)
+
+
+def format_facts(parts: Mapping[str, Any], weights: bytes) -> dict[str, str]:
+    """Formats the parts of a fingerprint for comparison and display, long ones as digests, and a
+    digest of the weights.
+    """
+    facts = {name: _format_fact(value) for name, value in parts.items()}
+    return facts | {"weights": weights.hex()}
+
+
+def _format_fact(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return text if len(text) <= MAX_FACT_LENGTH else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprint_parts(checkpoint: Checkpoint, loaded: LoadedModel) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hypothesis.stateful import initialize, rule
 
 from octavo.api.errors import InvalidRequest
 from octavo.engine.protocol.prompt_limits import AllocStatus
-from octavo.engine.protocol.requests import Pin, ResetPrefixCache
+from octavo.engine.protocol.requests import Pin, PrefixRef, ResetPrefixCache
 from tests.engine.control_plane_invariants import (
     MAX_NUM_SEQS,
     NUM_BLOCKS,
@@ -220,7 +220,9 @@ class ControlPlaneMachine(ControlPlaneInvariants):
         connector = self.core.scheduler.blocks.connector
         before = dict(connector.pins)
         try:
-            num_tokens = self.core.query(Pin(prompt, salt, self.disk.now + ttl_s, self.disk.now))
+            num_tokens = self.core.query(
+                Pin(PrefixRef(prompt, salt), self.disk.now + ttl_s, self.disk.now)
+            )
         except InvalidRequest:
             assert ttl_s and connector.pins == before, "there is always room for less"
             return

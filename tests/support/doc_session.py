@@ -40,7 +40,9 @@ KEY = "sk-one"
 """Key of the access guide's key file."""
 UNTIL_STOPPED = ("octavo top", "octavo replay")
 """Commands that print something and then run until they are stopped."""
-TYPED = {"octavo chat": "Name the capital of France.\n/bye\n"}
+TYPED = dict.fromkeys(
+    ("octavo chat", "octavo chat smollm2 --session notes"), "Name the capital of France.\n/bye\n"
+)
 """What a reader types into a command."""
 
 

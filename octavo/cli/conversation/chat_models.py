@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.api.errors import ConfigError, WorkerFailed
+from octavo.api.errors import ConfigError, SessionNotFound, WorkerFailed
 from octavo.cli.common import answers
 from octavo.cli.common.answers import Statistics, sampling_for
 from octavo.utils.http_client import HttpClient, describe_error, parse_json
 
 if TYPE_CHECKING:
+    from httpx2 import Response
+
     from octavo.api.llm import LLM
 
 Show = Callable[[str], None]
@@ -59,6 +61,17 @@ class LocalModel:
             return ChatReply(text)
         statistics = Statistics.of(output, "")
         return ChatReply(text, statistics, output.error, limit)
+
+    def restore(self, name: str) -> list[dict[str, str]] | None:
+        """Restores a session; returns its messages, None if there is no such session."""
+        try:
+            return self._llm.sessions.restore(name).session.messages or []
+        except SessionNotFound:
+            return None
+
+    def save(self, name: str, messages: list[dict[str, str]]) -> None:
+        prompt = self._llm.chat_prompt(messages, add_generation_prompt=False)
+        self._llm.sessions.save(name, self._llm.compute_prefix(prompt), messages=messages)
 
     def describe(self) -> str:
         config, facts = self._llm.config, self._llm.info.model
@@ -136,6 +149,27 @@ class RemoteModel:
         finally:
             events.close()  # type: ignore[attr-defined]  # a generator
         return ChatReply(answer.text, answer.statistics(), error, limit)
+
+    def restore(self, name: str) -> list[dict[str, str]] | None:
+        """Restores a session; returns its messages, None if there is no such session."""
+        body = {"action": "restore", "name": name, "model": self.name}
+        answer = self._client.post("/v1/sessions", body)
+        if answer.status_code == 404 and self._is_octavo:
+            return None
+        return self._read_session(answer)["messages"] or []
+
+    def save(self, name: str, messages: list[dict[str, str]]) -> None:
+        body = {"action": "save", "name": name, "model": self.name, "messages": messages}
+        self._read_session(self._client.post("/v1/sessions", body))
+
+    def _read_session(self, answer: Response) -> Any:
+        if answer.status_code != 200:
+            raise ConfigError(
+                f"session: {self._client.url}/v1/sessions returned {describe_error(answer)}",
+                hint="sessions require an Octavo server with --prefix-cache-dir, and its operator"
+                " key if it has keys",
+            )
+        return parse_json(answer.content)
 
     def describe(self) -> str:
         return f"model       {self.name}\nserver      {self._client.url}"

@@ -104,6 +104,25 @@ class ChatSession:
                 return None
             self._handle(entry)
 
+    def restore(self, name: str) -> None:
+        """Continues a named session, whose KV blocks are read instead of computed. Without such a
+        session, a new one begins. A system message given earlier replaces the session's.
+        """
+        messages = self._model.restore(name)
+        if messages is None:
+            return _say(f"new session {name}")
+        if messages[:1] and messages[0]["role"] == "system":
+            system = messages.pop(0)["content"]
+            self._system = system if self._system is None else self._system
+        self._messages = [msgspec.convert(message, SavedMessage) for message in messages]
+        return _say(f"session {name}: {len(messages)} messages")
+
+    def store(self, name: str) -> None:
+        """Saves the conversation and its KV blocks as a named session, unless it is empty."""
+        if self._messages:
+            self._model.save(name, self._spoken(self._messages))
+            _say(f"saved session {name}")
+
     def _handle(self, entry: Entry) -> None:
         """Handles an entry. An error is printed and leaves the conversation unchanged."""
         try:
@@ -140,17 +159,21 @@ class ChatSession:
             self._messages += [asked, SavedMessage(role="assistant", content=reply.text)]
 
     def _reply(self, messages: list[SavedMessage]) -> ChatReply:
-        spoken = [{"role": one.role, "content": one.content} for one in messages]
-        if self._system is not None:
-            spoken.insert(0, {"role": "system", "content": self._system})
         screen = answer_screen()
         try:
             sampling = {**self._unsettable, **self._sampling}
-            reply = self._model.reply(spoken, sampling, screen.add)
+            reply = self._model.reply(self._spoken(messages), sampling, screen.add)
         finally:
             screen.close()
         self._describe(reply)
         return reply
+
+    def _spoken(self, messages: list[SavedMessage]) -> list[dict[str, str]]:
+        """Returns the messages that the model receives."""
+        spoken = [{"role": one.role, "content": one.content} for one in messages]
+        if self._system is not None:
+            spoken.insert(0, {"role": "system", "content": self._system})
+        return spoken
 
     def _describe(self, reply: ChatReply) -> None:
         if reply.error is not None:

@@ -46,6 +46,7 @@ LLAMA_ROWS = (
     rename(LLAMA, "-np --parallel", "--max-num-seqs", positive),
     rename(LLAMA, "-ctk --cache-type-k -ctv --cache-type-v", "--kv-cache-dtype", _kv_dtype),
     rename(LLAMA, "-cram --cache-ram", "--kv-offloading-size", _mebibytes),
+    rename(LLAMA, "--slot-save-path", "--prefix-cache-dir"),
     rename(LLAMA, "-a --alias", "--served-model-name"),
     rename(LLAMA, "--chat-template-file", "--chat-template"),
     rename(LLAMA, "--reasoning-format", "--reasoning-parser", _reasoning_format),
@@ -341,7 +342,6 @@ LLAMA_ROWS = (
     ),
     refuse(LLAMA, "nothing", "-ag --agent", "clients run tools; the server only returns calls"),
     refuse(LLAMA, "value", "--path", "the server has one page of its own, and no other files"),
-    refuse(LLAMA, "value", "--slot-save-path", "see --prefix-cache-dir, which outlives a server"),
     refuse(
         LLAMA,
         "value",

@@ -51,6 +51,9 @@ class EngineInfo(msgspec.Struct):
     """
     original: OriginalContext = ONE_CONTEXT
     """Original context of a LongRoPE model."""
+    cache_facts: dict[str, str] = {}
+    """Everything that the bytes of stored blocks depend on, by name; {} without `prefix_cache_dir`.
+    """
 
 
 class EngineClient(Protocol):

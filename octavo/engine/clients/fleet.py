@@ -26,6 +26,7 @@ from octavo.engine.clients.supervised import SupervisedClient
 from octavo.engine.protocol.block_hashes import BlockHashing, note_events
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import (
+    FETCHING,
     EngineRequest,
     Pin,
     Query,
@@ -156,7 +157,10 @@ class FleetClient:
             return self._joined_view(query)
         if isinstance(query, Pin):
             return self._most_pinned(query)
-        return self._reset_all(query)
+        if isinstance(query, ResetPrefixCache):
+            return self._reset_all(query)
+        replies = [as_number(client.query(query)) for client in self._clients]
+        return FETCHING if FETCHING in replies else max(replies)
 
     def _joined_view(self, query: ViewEngine) -> EngineView:
         views = {}

@@ -20,11 +20,16 @@ from octavo.engine.kv.kv_connector import BlockChoiceSpec, KVConnector
 from octavo.engine.kv.prefix_loader import NOTHING, NOTHING_TO_FETCH, Prefetch, PrefixLoader
 from octavo.engine.kv.swapping import HostBlocks, SwapIn, SwappedTable
 from octavo.engine.protocol.block_events import BlockEventLog
-from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing
+from octavo.engine.protocol.block_hashes import BlockChain, BlockHashing, get_block_media
 from octavo.engine.protocol.kv_cache_spec import UNBOUNDED, Extent
-from octavo.engine.protocol.kv_messages import BlockHashWithGroupId, BlockMove
+from octavo.engine.protocol.kv_messages import (
+    BlockHashWithGroupId,
+    BlockKey,
+    BlockMove,
+    ConnectorReport,
+)
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
-from octavo.engine.protocol.requests import Pin
+from octavo.engine.protocol.requests import FETCHING, CountStored, Pin, PrefixRef
 from octavo.engine.protocol.stats import EngineStats
 
 PLAIN = BlockHashing()
@@ -329,23 +334,47 @@ class BlockManager(BlockTables):
         """
         if self.connector is None:
             return 0
-        num_blocks = len(pin.token_ids) // self.block_size if self._finder.can_hit else 0
-        first = self.original.first_position(len(pin.token_ids))
-        hashing = BlockHashing(pin.salt, first_position=first)
-        keys = BlockChain(hashing).extend(pin.token_ids, num_blocks, self.block_size)
+        keys = self._prefix_keys(pin.prefix)
         for group, pool in enumerate(self.pools):
             for key in keys:
                 if pool.cache.find(key) is not None and not self.connector.knows(
                     BlockHashWithGroupId(group, key.digest)
                 ):
                     self.connector.offer(group, key)
-        names = self._finder.read_after(keys)
-        # A chain is usable only up to the first missing block.
-        while not all(map(self.connector.knows, names)):
-            num_blocks -= 1
-            names = self._finder.read_after(keys[:num_blocks])
+        num_blocks, names = self._finder.longest(keys, self.connector.knows)
         self.connector.pin(names, until=pin.until, now=pin.now)
         return num_blocks * self.block_size
+
+    def count_stored(self, query: CountStored) -> int:
+        """Counts a prefix's tokens, or bytes, whose blocks are in the connector's store."""
+        if self.connector is None:
+            return 0
+        keys = self._prefix_keys(query.prefix)
+        num_blocks, names = self._finder.longest(keys, self.connector.is_stored)
+        if query.in_bytes:
+            return sum(self.connector.block_bytes[name.group] for name in names)
+        return num_blocks * self.block_size
+
+    def fetch_prefix(self, prefix: PrefixRef) -> int:
+        """Fetches a prefix's blocks from the store into slots, as many as fit. Returns FETCHING
+        while they are on their way, then the number of tokens that can be loaded.
+
+        Blocks that another engine may have stored since the store was listed are tried, too.
+        """
+        keys = self._prefix_keys(prefix)
+        if self.connector is None or not keys:
+            return 0
+        name = f"prefix {keys[-1].digest.hex()}"
+        if self.connector.is_waiting(name):
+            return FETCHING
+        if name in self.connector.held:
+            self.connector.release(name)
+        else:
+            self.connector.process_report(ConnectorReport(found=self._finder.read_after(keys)))
+            stored = self._finder.find_whole(keys, self.connector.can_fetch).stored()
+            if self.connector.fetch(name, [(group, keys[index]) for group, index in stored]):
+                return FETCHING
+        return self._finder.find_whole(keys, self.connector.has).num_tokens
 
     def begin_step(self) -> list[BlockMove]:
         """Returns the connector's moves; the worker makes them before all other moves of the
@@ -356,6 +385,19 @@ class BlockManager(BlockTables):
         return self.connector.begin_step(lambda group, key: self.pools[group].cache.find(key))
 
     # -- private -----------------------------------------------------------------------------------
+
+    def _prefix_keys(self, prefix: PrefixRef) -> list[BlockKey]:
+        """Returns the keys of a prefix's full blocks; [] if prefixes are not reused."""
+        if not self._finder.can_hit:
+            return []
+        hashing = BlockHashing(
+            prefix.salt,
+            prefix.adapter_digest,
+            media=get_block_media(prefix.media, self.block_size),
+            first_position=self.original.first_position(len(prefix.token_ids)),
+        )
+        num_blocks = len(prefix.token_ids) // self.block_size
+        return BlockChain(hashing).extend(prefix.token_ids, num_blocks, self.block_size)
 
     def _clear_caches(self) -> None:
         for group, pool in enumerate(self.pools):

@@ -271,6 +271,23 @@ class PrefixFinder:
                 names += [BlockHashWithGroupId(group, key.digest) for key in keys[first:]]
         return names
 
+    def longest(
+        self, keys: Sequence[BlockKey], has: Callable[[BlockHashWithGroupId], bool]
+    ) -> tuple[int, list[BlockHashWithGroupId]]:
+        """Returns the number of leading blocks after which a request can continue if only the
+        blocks for which `has` is true exist, and the blocks that it then reads.
+        """
+        most = len(keys)
+        for group, pool in enumerate(self._pools):
+            if pool.spec.keeps_every_token:
+                names = (BlockHashWithGroupId(group, key.digest) for key in keys[:most])
+                most = next((index for index, name in enumerate(names) if not has(name)), most)
+        for num_blocks in range(most, 0, -1):
+            blocks = self.read_after(keys[:num_blocks])
+            if all(map(has, blocks)):
+                return num_blocks, blocks
+        return 0, []
+
     def _partial_block(self, parent: bytes, next_ids: tuple[int, ...]) -> tuple[list[int], int]:
         """Finds a cached block that begins with some of the tokens `next_ids`: its id in each
         group, and the number of common tokens; ([], 0) if there is none.

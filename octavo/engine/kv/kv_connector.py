@@ -98,7 +98,7 @@ class KVConnector:
         self.streams = tiers.streams
         self.max_pinned_bytes = tiers.max_pinned_bytes
         self.stats = ConnectorStats(tiers.num_slots)
-        self._block_bytes = tiers.block_bytes
+        self.block_bytes = tiers.block_bytes
         self._saved_bytes_per_step = tiers.saved_bytes_per_step
         self.slots = [TierSlots(tiers.num_slots) for _ in tiers.block_bytes]
         self._behind: set[BlockHashWithGroupId] = set()
@@ -137,7 +137,8 @@ class KVConnector:
         """Whether the connector needs a step even if no request runs, to send a plan or to receive
         a report.
         """
-        return bool(self._unsaved or self.keeping or self._completed or self._plan != EMPTY_PLAN)
+        moving = self._unsaved or self.keeping or self.fetching
+        return bool(moving or self._completed or self._plan != EMPTY_PLAN)
 
     # -- state of blocks ---------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class KVConnector:
         """Returns whether this step may still load the blocks (group, index) while other requests
         compute.
         """
-        return sum(self._block_bytes[group] for group, _ in blocks) <= self._load_budget
+        return sum(self.block_bytes[group] for group, _ in blocks) <= self._load_budget
 
     def load(self, group: int, key: BlockKey, block_id: int) -> BlockMove:
         """Returns the move that loads a block from its slot."""
@@ -276,7 +277,7 @@ class KVConnector:
         assert slot is not None and slot.ready
         self.slots[group].hold(slot)
         self.slots[group].release(slot)
-        self._load_budget -= self._block_bytes[group]
+        self._load_budget -= self.block_bytes[group]
         self.stats.num_loaded += 1
         return BlockMove(group, slot.index, block_id, "load")
 
@@ -331,6 +332,9 @@ class KVConnector:
         self.pins.clear()
         self._plan = ConnectorPlan(fetch=self._plan.fetch, forget_all=self.keeps)
 
+    def is_stored(self, name: BlockHashWithGroupId) -> bool:
+        return name in self._behind
+
     def knows(self, name: BlockHashWithGroupId) -> bool:
         """Returns whether the block is in the store, or is being written to it."""
         return name in self._behind or name in self.keeping or name in self._unsaved
@@ -349,8 +353,8 @@ class KVConnector:
     def _check_pins(
         self, names: Sequence[BlockHashWithGroupId], others: Sequence[BlockHashWithGroupId]
     ) -> None:
-        num_bytes = sum(self._block_bytes[name.group] for name in names)
-        pinned_bytes = sum(self._block_bytes[name.group] for name in others)
+        num_bytes = sum(self.block_bytes[name.group] for name in names)
+        pinned_bytes = sum(self.block_bytes[name.group] for name in others)
         pinned_bytes += self.stats.stored.foreign_pinned_bytes
         if num_bytes + pinned_bytes > self.max_pinned_bytes:
             got = f"the prompt's blocks have {num_bytes:,} bytes, and {pinned_bytes:,} are pinned"
@@ -385,7 +389,7 @@ class KVConnector:
                     break
                 moves.append(BlockMove(name.group, block_id, slot.index, "save"))
                 self._begin_save(name, slot)
-                num_bytes += self._block_bytes[name.group]
+                num_bytes += self.block_bytes[name.group]
             del self._unsaved[name]
         return moves
 
@@ -402,9 +406,7 @@ class KVConnector:
             self._plan.pin.append(BlockPin(name, self.pins[name]))
 
     def _whole_slot(self, group: int, key: BlockKey) -> Slot | None:
-        """Returns the slot that already contains a block which is to be written to the store.
-        Returns None if there is none.
-        """
+        """Returns the slot that already contains a block to be written to the store, or None."""
         slot = self.slots[group].find(key) if self.keeps else None
         return slot if slot is not None and slot.ready else None
 
@@ -485,7 +487,7 @@ class KVConnector:
     def _count(self, report: ConnectorReport) -> None:
         stats = self.stats
         stats.num_fetched += len(report.fetched)
-        stats.num_fetched_bytes += sum(self._block_bytes[name.group] for name in report.fetched)
+        stats.num_fetched_bytes += sum(self.block_bytes[name.group] for name in report.fetched)
         stats.num_not_fetched += len(report.not_fetched)
         stats.num_kept += len(report.kept)
         stats.num_not_kept += len(report.not_kept)

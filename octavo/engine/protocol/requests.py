@@ -94,15 +94,41 @@ class RequestChange(msgspec.Struct):
     """
 
 
-class Pin(msgspec.Struct, tag=True):
-    """A computed prompt, and the time until which its blocks are kept."""
+class PrefixRef(msgspec.Struct):
+    """Tokens whose blocks are identified by hashes, and the other inputs of these hashes."""
 
     token_ids: list[int]
-    salt: str
+    salt: str = ""
+    adapter_digest: bytes = b""
+    """Digest of the adapter's content; empty for the base model."""
+    media: list[MediaItem] = []
+
+
+class Pin(msgspec.Struct, tag=True):
+    """A computed prefix, and the time until which its blocks are kept."""
+
+    prefix: PrefixRef
     until: float
     """Expiry time in seconds since 1970; if it is not after `now`, an earlier pin is removed."""
     now: float
     """Time at which the pin was created, in seconds since 1970."""
+
+
+class CountStored(msgspec.Struct, tag=True):
+    """Query: the number of a prefix's tokens whose blocks are in the store behind the slots, or the
+    bytes that a request reads after them.
+    """
+
+    prefix: PrefixRef
+    in_bytes: bool = False
+
+
+class FetchPrefix(msgspec.Struct, tag=True):
+    """Query: fetch a prefix's blocks from the store into slots. The reply is FETCHING until they
+    have arrived, then the number of tokens that the next request need not compute.
+    """
+
+    prefix: PrefixRef
 
 
 class ViewEngine(msgspec.Struct, tag=True):
@@ -120,6 +146,9 @@ class ResetPrefixCache(msgspec.Struct, tag=True):
     """Whether host memory and disk are also cleared."""
 
 
-Query = ResetPrefixCache | Pin | ViewEngine
+Query = ResetPrefixCache | Pin | CountStored | FetchPrefix | ViewEngine
 QueryAnswer = int | EngineView
 """For Pin, the number of pinned tokens."""
+
+FETCHING = -1
+"""Reply to FetchPrefix while blocks are on their way."""

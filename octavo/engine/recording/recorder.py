@@ -20,11 +20,11 @@ from octavo.config.scheduler_options import SchedulerOptions
 from octavo.engine.kv.block_pool import BlockGroup
 from octavo.engine.kv.kv_connector import Tiers
 from octavo.engine.protocol.original_context import ONE_CONTEXT, OriginalContext
-from octavo.engine.protocol.requests import EngineRequest, Pin, RequestChange
+from octavo.engine.protocol.requests import EngineRequest, Pin, PrefixRef, RequestChange
 from octavo.engine.protocol.step import RowResult, StepPlan, StepResult, TokenLogprobs
 from octavo.engine.protocol.step_costs import StepCosts
 
-FORMAT = 6
+FORMAT = 7
 """Version of the recording format; recordings of other versions are rejected."""
 
 NO_LOGPROBS = TokenLogprobs([], [], [])
@@ -90,6 +90,12 @@ class PrefixPinned(msgspec.Struct, tag=True):
     pin: Pin
 
 
+class PrefixFetched(msgspec.Struct, tag=True):
+    """A prefix was to be fetched from the store."""
+
+    prefix: PrefixRef
+
+
 class StepPlanned(msgspec.Struct, tag=True):
     """A plan, and the arguments of `Scheduler.schedule`."""
 
@@ -116,6 +122,7 @@ Event = (
     | RequestFailed
     | PrefixCacheReset
     | PrefixPinned
+    | PrefixFetched
     | StepPlanned
     | StepComputed
 )

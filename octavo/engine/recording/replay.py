@@ -22,6 +22,7 @@ from octavo.engine.protocol.step import RowResult, StepPlan, StepResult
 from octavo.engine.recording.recorder import (
     Event,
     PrefixCacheReset,
+    PrefixFetched,
     PrefixPinned,
     RecordingHeader,
     RequestAborted,
@@ -111,6 +112,8 @@ class Replay:
         elif isinstance(event, PrefixPinned):
             with suppress(InvalidRequest):
                 self.scheduler.blocks.pin_prefix(event.pin)
+        elif isinstance(event, PrefixFetched):
+            self.scheduler.blocks.fetch_prefix(event.prefix)
         elif isinstance(event, StepPlanned):
             self._schedule(event)
         elif isinstance(event, StepComputed):

@@ -38,6 +38,7 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Unauthorized, 401, "AuthenticationError"),
     (errors.ModelNotFound, 404, "NotFoundError"),
     (errors.RequestNotFound, 404, "NotFoundError"),
+    (errors.SessionNotFound, 404, "NotFoundError"),
     (errors.Overloaded, 429, "RateLimitError"),
     (errors.ClientError, 400, "BadRequestError"),
     (errors.Unavailable, 503, "ServiceUnavailableError"),

@@ -63,7 +63,13 @@ async def pin(
     """
     model = await service.model(body.model)
     llm = model.llm
-    prompt = await _parse_prompt(llm, body)
+    prompt = await make_prefix_prompt(
+        llm,
+        body.prompt,
+        body.messages,
+        cache_salt=body.cache_salt,
+        variables=body.chat_template_kwargs,
+    )
     num_tokens = await cancel_on_disconnect(
         request.receive, llm.pin_prefix(prompt, ttl_s=body.ttl_s)
     )
@@ -135,15 +141,25 @@ def describe(stats: EngineStats, size_bytes: int | None) -> dict[str, Any]:
     }
 
 
-async def _parse_prompt(llm: AsyncLLM, body: PinBody) -> EnginePrompt:
-    if (body.prompt is None) == (body.messages is None):
+async def make_prefix_prompt(
+    llm: AsyncLLM,
+    prompt: str | list[int] | None,
+    messages: list[Message] | None,
+    *,
+    cache_salt: str | None,
+    variables: dict[str, Any] | None,
+) -> EnginePrompt:
+    """Builds the prompt of a prefix: a text or token ids, or the beginning of a conversation,
+    rendered with these template variables. Raises InvalidRequest unless exactly one is given.
+    """
+    if (prompt is None) == (messages is None):
         raise InvalidRequest("prompt: expected exactly one of prompt and messages", param="prompt")
-    if body.prompt is not None:
-        if body.chat_template_kwargs is not None:
+    if prompt is not None:
+        if variables is not None:
             raise InvalidRequest(
                 "chat_template_kwargs: requires messages", param="chat_template_kwargs"
             )
-        return await make_prompt(llm, body.prompt, cache_salt=body.cache_salt)
-    messages = plain_messages(body.messages or [])
-    rendering = Rendering(False, variables=body.chat_template_kwargs or {})
-    return await make_chat_prompt(llm, messages, cache_salt=body.cache_salt, rendering=rendering)
+        return await make_prompt(llm, prompt, cache_salt=cache_salt)
+    rendering = Rendering(False, variables=variables or {})
+    plain = plain_messages(messages or [])
+    return await make_chat_prompt(llm, plain, cache_salt=cache_salt, rendering=rendering)

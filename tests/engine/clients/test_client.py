@@ -14,7 +14,7 @@ import pytest
 from octavo.api.errors import ConfigError, EngineDead, InvalidRequest, Unavailable
 from octavo.engine.clients.in_process import InProcessClient
 from octavo.engine.clients.process import ProcessClient
-from octavo.engine.protocol.requests import Pin, ResetPrefixCache, ViewEngine
+from octavo.engine.protocol.requests import Pin, PrefixRef, ResetPrefixCache, ViewEngine
 from tests.support.core_builders import INFO, build
 from tests.support.engine_fakes import expected_tokens, make_request
 
@@ -76,12 +76,14 @@ def test_queries_are_answered_or_refused(kind):
     client.add([make_request("a", prompt)])
     collect(client, 1)
     with receiving(client):
-        assert client.query(Pin(prompt[:100], "", until=20, now=10)) == 96
-        assert client.query(Pin([7] * 100, "", until=20, now=10)) == 0, "it was never computed"
+        assert client.query(Pin(PrefixRef(prompt[:100]), until=20, now=10)) == 96
+        assert client.query(Pin(PrefixRef([7] * 100), until=20, now=10)) == 0, (
+            "it was never computed"
+        )
         with pytest.raises(
             InvalidRequest, match=r"the prompt's blocks have .* bytes, and 0 are pinned"
         ) as refused:
-            client.query(Pin(prompt, "", until=20, now=10))
+            client.query(Pin(PrefixRef(prompt), until=20, now=10))
         assert refused.value.hint == "raise prefix_cache_size, or unpin another prompt"
         assert client.query(ResetPrefixCache(reset_connector=True)) == 1
     client.close()
@@ -110,7 +112,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(monkeypatch
             patch.setattr("octavo.engine.clients.process.ANSWER_S", 0.1)
             client.query(ResetPrefixCache())
         os.kill(client.pid, signal.SIGCONT)
-        assert client.query(Pin([7] * 100, "", until=20, now=10)) == 0
+        assert client.query(Pin(PrefixRef([7] * 100), until=20, now=10)) == 0
         assert client.query(ResetPrefixCache()) == 1
     client.close()
 
