@@ -172,8 +172,10 @@ class OpFactory {
         require(joins || spec.x.width == spec.out.width, "an all-reduce of different widths");
         const bool samples = spec.x.on_samples();
         const int widest = joins ? *std::max_element(spec.widths.begin(), spec.widths.end()) : spec.x.width;
-        const int rows = samples ? kSampleChunk : plan_.options.max_tokens;
-        grow(sizes_.rank_slot, sizeof(float) * static_cast<size_t>(widest) * static_cast<size_t>(rows));
+        const int tokens = samples ? kSampleChunk : plan_.options.max_tokens;
+        const size_t rows = spec.route < 0 ? static_cast<size_t>(tokens)
+                                           : plan_.choices.at(spec.route).max_rows(plan_.max_expert_tokens());
+        grow(sizes_.rank_slot, sizeof(float) * static_cast<size_t>(widest) * rows);
         const int index = plan_.num_collectives[samples]++;
         push(std::make_unique<CollectiveOp>(spec, *ranks, index, false));
         push(std::make_unique<CollectiveOp>(spec, *ranks, index, true));

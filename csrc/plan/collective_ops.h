@@ -18,8 +18,9 @@ namespace octavo {
 namespace {
 
 // All-reduce or all-gather in two ops. The items of the first write this rank's rows to its slot, those of
-// the second wait for the other ranks and read theirs. With up to kRowsPerItem rows, a single item of the
-// second op does both, which saves a barrier.
+// the second wait for the other ranks and read theirs. With up to kRowsPerItem tokens or samples, a single
+// item of the second op does both, which saves a barrier. Otherwise an item is kRowsPerItem rows, or a block
+// of expert rows.
 struct CollectiveOp : Op {
     static constexpr int kRowsPerItem = 4;
     CollectiveSpec spec;
@@ -36,20 +37,42 @@ struct CollectiveOp : Op {
     bool on_samples() const override { return spec.x.on_samples(); }
     bool depends_on_data(const View&) const override { return true; }
     int own_width() const { return spec.widths.empty() ? spec.x.width : spec.widths[ranks.tensor_index()]; }
+    const ExpertPlan* experts(const View& view) const {
+        return spec.route < 0 ? nullptr : &view.runner.expert_plan(spec.route);
+    }
+    bool is_single_item(const View& view) const {
+        const ExpertPlan* plan = experts(view);
+        return !(plan && plan->gathers) && view.num_rows(on_samples()) <= kRowsPerItem;
+    }
     int num_items(const View& view) const override {
+        const ExpertPlan* plan = experts(view);
+        const int rows = view.num_rows(on_samples()), items = (rows + kRowsPerItem - 1) / kRowsPerItem;
+        if (is_single_item(view)) return receives ? items : 0;
+        // A rank whose experts are not chosen takes part in the exchange too.
+        return plan ? std::max(plan->num_blocks(rows), receives ? 1 : 0) : items;
+    }
+    // Calls fn(first, end) for the rows of an item.
+    template <typename Fn>
+    void each_range(const View& view, int item, const Fn& fn) const {
         const int rows = view.num_rows(on_samples());
-        return !receives && rows <= kRowsPerItem ? 0 : (rows + kRowsPerItem - 1) / kRowsPerItem;
+        const ExpertPlan* plan = experts(view);
+        if (!plan) return fn(item * kRowsPerItem, std::min(rows, (item + 1) * kRowsPerItem));
+        const bool all = is_single_item(view);
+        const int first = all ? 0 : item, blocks = plan->num_blocks(rows);
+        for (int i = first; i < (all ? blocks : std::min(blocks, item + 1)); i++)
+            fn(plan->blocks[i].row0, plan->blocks[i].row0 + plan->blocks[i].num_rows);
     }
 
     void run(const View& view, int item, ThreadState&, int) const override {
         const uint32_t number = view.runner.collective(index, view);
-        const int rows = view.num_rows(on_samples());
-        const int first = item * kRowsPerItem, end = std::min(rows, first + kRowsPerItem);
-        if (!receives) return send(view, number, first, end);
-        if (rows <= kRowsPerItem) send(view, number, first, end);
+        const auto send_rows = [&](int first, int end) { send(view, number, first, end); };
+        if (!receives) return each_range(view, item, send_rows);
+        if (is_single_item(view)) each_range(view, item, send_rows);
         if (!ranks.exchange(number)) return;  // the step fails when it ends
-        for (int row = first; row < end; row++)
-            spec.widths.empty() ? sum(view, number, row) : gather(view, number, row);
+        each_range(view, item, [&](int first, int end) {
+            for (int row = first; row < end; row++)
+                spec.widths.empty() ? sum(view, number, row) : gather(view, number, row);
+        });
     }
     void send(const View& view, uint32_t number, int first, int end) const {
         float* own = reinterpret_cast<float*>(ranks.own_slot(number));

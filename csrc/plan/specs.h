@@ -465,11 +465,12 @@ struct PrefetchNeuronsSpec {
 // -- ranks --
 
 // A collective over the tensor-parallel ranks: the sum of their x, or with `widths`, the width of each
-// rank's x, the concatenation of their columns.
+// rank's x, the concatenation of their columns. `route`: of expert rows; -1: the rows are tokens or samples.
 struct CollectiveSpec {
     ValueSlice x, out;
     std::vector<int> widths{};
-    OCTAVO_FIELDS(CollectiveSpec, x, out, widths)
+    int route = -1;
+    OCTAVO_FIELDS(CollectiveSpec, x, out, widths, route)
 };
 
 // -- sampling --

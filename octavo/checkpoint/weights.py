@@ -40,7 +40,6 @@ from octavo.program.program import (
 )
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.fp8 import FP8
-from octavo.quant.gguf import BLOCK_TYPES
 from octavo.quant.grouped import MIDDLE_OF_8
 from octavo.quant.online import GROUP, check_int4, pack_fp8, pack_int4, pack_int8, pack_int8_groups
 from octavo.quant.packed import Levels, PackedWeight
@@ -173,19 +172,6 @@ def loaded_formats(
         )
 
     return format_of
-
-
-def input_units(format_of: Callable[[Weight], str]) -> Callable[[Weight], int]:
-    """Returns a function from a weight to the number of adjacent inputs that a split must keep
-    together; 1 for floats and for one scale per output.
-    """
-    sizes = {kind.name: kind.block_size for kind in BLOCK_TYPES.values()}
-
-    def unit(weight: Weight) -> int:
-        name, _, group = format_of(weight).partition(":")
-        return int(group) if group else sizes.get(name, 1)
-
-    return unit
 
 
 class WeightReader:

@@ -13,10 +13,9 @@ from octavo.program.program import Op, Value
 
 @dataclass(frozen=True, slots=True)
 class AllReduce(Op):
-    """Sum over ranks, after a matmul that is split by inputs.
+    """Sum over ranks of the rows of a split token table; only one rank's row is not zero.
 
-    `x [T, W]` to `out [T, W]`; summed in the same order on all ranks. Shoeybi et al. 2019
-    (Megatron-LM), section 3.
+    `x [T, W]` to `out [T, W]`.
     """
 
     x: Value
@@ -25,10 +24,10 @@ class AllReduce(Op):
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Op):
-    """Concatenation over ranks, after a matmul that is split by outputs and needed completely
-    (logits).
+    """Concatenation over ranks, before an op that reads complete rows of split columns.
 
-    `x [T, widths[rank]]` to `out [T, sum of widths]`.
+    `x [T, widths[rank]]` to `out [T, sum of widths]`. Shoeybi et al. 2019 (Megatron-LM), section 3,
+    but without its sums of partial products.
     """
 
     x: Value

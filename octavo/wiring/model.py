@@ -19,7 +19,7 @@ from octavo.checkpoint.local_models import get_quantization
 from octavo.checkpoint.open import open_checkpoint, open_header
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.checkpoint.tensor_check import check_tensors
-from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
+from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.config.config_hooks import config_hooks
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
@@ -354,8 +354,7 @@ def get_rank_program(
     num_stages = options.pipeline_parallel_size
     own = stages(whole, num_stages)[get_stage(rank // grid.num_ranks, num_stages)]
     own = share_experts(own, of_engines.expert_index, of_engines.num_experts, num_engines)
-    units = input_units(get_loaded_formats(config, header, whole))
-    return shard(own, grid.tensor_index, grid.num_tensor, units)
+    return shard(own, grid.tensor_index, grid.num_tensor)
 
 
 def get_loaded_formats(config: EngineConfig, header: ModelHeader, whole: Program) -> FormatOf:

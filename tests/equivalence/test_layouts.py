@@ -1,7 +1,6 @@
 """Layouts of one model over several processes give the bits of one, alone and in pairs.
 
-Bitwise: tokens and logprobs. Experts, stages and engines change no bit; ranks that share out heads
-(tensor_parallel_size) add parts of sums, so a pair with these is compared with them alone.
+Bitwise: tokens and logprobs.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def outputs_of(llm: LLM) -> list[list]:
 
 
 @cache
-def of_one_process(num_tensor: int, family: str = "qwen3_moe") -> list[list]:
-    with laid_out({"tensor_parallel_size": num_tensor}, family) as llm:
+def of_one_process(family: str = "qwen3_moe") -> list[list]:
+    with laid_out({}, family) as llm:
         return outputs_of(llm)
 
 
@@ -85,7 +84,7 @@ def of_one_process(num_tensor: int, family: str = "qwen3_moe") -> list[list]:
 def test_a_layout_gives_the_bits_of_one_process(layout: dict[str, Any]) -> None:
     with laid_out(layout) as llm:
         found = outputs_of(llm)
-    assert found == of_one_process(layout.get("tensor_parallel_size", 1))
+    assert found == of_one_process()
 
 
 @pytest.mark.slow
@@ -93,7 +92,7 @@ def test_a_layout_gives_the_bits_of_one_process(layout: dict[str, Any]) -> None:
 def test_experts_of_other_families(family: str) -> None:
     with laid_out(EXPERTS, family) as llm:
         found = outputs_of(llm)
-    assert found == of_one_process(1, family)
+    assert found == of_one_process(family)
 
 
 @pytest.mark.slow
@@ -101,7 +100,7 @@ def test_experts_of_other_families(family: str) -> None:
 def test_shared_experts_of_other_families(family: str) -> None:
     with laid_out(SHARED, family) as llm:
         found = outputs_of(llm)
-    assert found == of_one_process(1, family)
+    assert found == of_one_process(family)
 
 
 def test_an_engine_without_work_takes_empty_steps() -> None:

@@ -1,9 +1,5 @@
 """Prompts that an engine of several ranks computes for another one, whose ranks may share out the
-KV heads in another way.
-
-Bitwise where both have as many ranks, on native. Otherwise within tolerance, since sums are made of
-other parts, and torch's depend on the batch: tokens are compared with those of the decoding engine
-alone, up to the first place at which its best two logits lie less than 1e-3 apart.
+KV heads in another way, give the bits of one process; torch's with batch invariance.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from octavo import AsyncLLM, RequestOutput, SamplingParams
+from octavo import AsyncLLM, RequestOutput
 from octavo.api.errors import ConfigError
 from octavo.config.engine_config import EngineConfig
 from octavo.distributed.transfer.address import check_ports
@@ -30,37 +26,32 @@ from tests.support.llm_tools import (
     fingerprint,
     make_async,
     make_llm,
-    prompts_of,
     small_options,
 )
 from tests.support.rank_processes import ranks_below
 from tests.support.transfer_pairs import PARAMS, PROMPTS, expected, free_address, met, pair
 
-GAP = BOUND = 1e-3
 FP32 = {"dtype": "float32"}
 LLAMA = ("native", "llama", FP32)
 GEMMA = ("native", "gemma3_text", FP32)
 INT8_KV = ("native", "qwen3", FP32 | {"kv_cache_dtype": "int8"})
-TORCH = ("torch", "llama", FP32 | {"device": "cpu"})
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=2)
+TORCH = ("torch", "llama", FP32 | {"device": "cpu", "batch_invariant": True})
 LIMIT_S = 120
 """Seconds within which everything must have been answered, on a slow machine too."""
 
 pytestmark = pytest.mark.sampled(one_in=2)
 
 slow = pytest.mark.slow
-EQUAL = [
-    pytest.param(LLAMA, 2, id="llama-2"),
-    pytest.param(GEMMA, 2, id="gemma3-2", marks=slow),
-    pytest.param(INT8_KV, 2, id="int8-2", marks=slow),
-    pytest.param(LLAMA, 4, id="llama-4", marks=slow),
-]
-UNEQUAL = [
+NUMBERS_OF_RANKS = [
+    pytest.param(LLAMA, (2, 2), id="llama-2-2"),
     pytest.param(LLAMA, (1, 2), id="llama-1-2"),
     pytest.param(INT8_KV, (2, 1), id="int8-2-1"),
     *(
         pytest.param(model, sizes, id=f"{name}-{sizes[0]}-{sizes[1]}", marks=slow)
         for name, model, sizes in [
+            ("gemma3", GEMMA, (2, 2)),
+            ("int8", INT8_KV, (2, 2)),
+            ("llama", LLAMA, (4, 4)),
             ("llama", LLAMA, (2, 1)),
             ("llama", LLAMA, (4, 2)),
             ("llama", LLAMA, (2, 4)),
@@ -83,50 +74,15 @@ async def answers_of(
     return await asyncio.wait_for(asked, LIMIT_S)
 
 
-@pytest.mark.parametrize(("model", "num_ranks"), EQUAL)
-def test_as_many_ranks_give_the_bits_of_one_engine(model: Any, num_ranks: int) -> None:
-    answers = expected(model, num_ranks=num_ranks)
-    with pair(model, num_ranks=(num_ranks, num_ranks)) as (prefill, decode):
+@pytest.mark.parametrize(("model", "num_ranks"), NUMBERS_OF_RANKS)
+def test_ranks_give_the_bits_of_one_process(model: Any, num_ranks: tuple[int, int]) -> None:
+    answers = expected(model)
+    with pair(model, num_ranks=num_ranks) as (prefill, decode):
         outputs = asyncio.run(answers_of(prefill, decode, PROMPTS, PARAMS))
         assert [fingerprint(output) for output in outputs] == answers
         assert [output.num_cached_tokens for output in outputs] == [112, 128, 0, 192]
         stats = decode.stats().connector
         assert stats.num_not_fetched == 0 and stats.num_fetched == stats.num_loaded > 0
-
-
-@pytest.mark.parametrize(("model", "num_ranks"), UNEQUAL)
-def test_other_numbers_of_ranks_give_the_same_tokens(
-    model: Any, num_ranks: tuple[int, int]
-) -> None:
-    backend, family, precision = model
-    prompts = prompts_of(120, 130, 17, 200)
-    params = [GREEDY] * len(prompts)
-    options = precision | {"tensor_parallel_size": num_ranks[1]}
-    with make_llm(family, backend=backend, **options) as llm:
-        wanted = llm.generate(prompts, params)
-    with pair(model, num_ranks=num_ranks) as (prefill, decode):
-        outputs = asyncio.run(answers_of(prefill, decode, prompts, params))
-        assert_same_tokens(outputs, wanted)
-        assert [output.num_cached_tokens for output in outputs] == [112, 128, 0, 192]
-        assert decode.stats().connector.num_not_fetched == 0
-
-
-def assert_same_tokens(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    """Compares tokens and logprobs up to the first place where the other engine is not clear."""
-    num_compared = 0
-    for output, other in zip(found, expected, strict=True):
-        assert output.finished and output.error is None, output.error
-        ours, theirs = output.outputs[0], other.outputs[0]
-        assert ours.logprobs is not None and theirs.logprobs is not None
-        for place, (mine, token) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)):
-            entries = theirs.logprobs[place]
-            best, second = sorted((one.logprob for one in entries.values()), reverse=True)[:2]
-            if mine != token:
-                assert best - second <= GAP, f"token {place} is {mine}, not {token}"
-                break
-            assert abs(ours.logprobs[place][mine].logprob - entries[token].logprob) < BOUND
-            num_compared += 1
-    assert num_compared > len(expected)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=slow)])
@@ -147,7 +103,7 @@ def test_blocks_of_which_one_rank_has_no_part_are_computed_here(
 
     monkeypatch.setattr(BlockSender, "send_block", send_others)
     monkeypatch.setattr(BlockSender, "send_layer", send_layers)
-    answers = expected(LLAMA, num_ranks=num_ranks)
+    answers = expected(LLAMA)
     with pair(LLAMA, num_ranks=(num_ranks, num_ranks), kv_transfer_timeout=2.0) as engines:
         outputs = asyncio.run(answers_of(*engines, PROMPTS, PARAMS))
         assert [fingerprint(output) for output in outputs] == answers
@@ -168,7 +124,7 @@ def test_a_rank_of_the_peer_that_dies_or_stands_still_changes_nothing(sign: int)
         again = await asyncio.gather(*map(final, [decode] * 4, PROMPTS, PARAMS))
         assert [fingerprint(output) for output in again] == answers
 
-    answers = expected(LLAMA, num_ranks=2)
+    answers = expected(LLAMA)
     backend, family, precision = LLAMA
     address = free_address(2)
     common = small_options(family) | {"backend": backend, "kv_transfer": "zmq"} | precision

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from octavo.api.errors import BackendUnavailable, ConfigError
 from octavo.checkpoint.open import open_checkpoint
-from octavo.checkpoint.weights import WeightReader, input_units, loaded_formats
+from octavo.checkpoint.weights import WeightReader
 from octavo.executor.base import BackendOptions
 from octavo.executor.native.backend import NativeBackend
 from octavo.executor.reference.backend import ReferenceBackend
@@ -123,53 +123,42 @@ def t5_logits(runner: PagedRunner) -> NDArray:
     return runner.step([(request, 0, 20)])["logits"]
 
 
-GROUPS_FOR_TWO: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2_moe": {},
-    "deepseek_v3": {"v_head_dim": 32, "moe_intermediate_size": 64},
-}
-"""Overrides of the widths for two ranks: a rank's heads are whole groups, and qwen2_moe's experts
-stay one group of 32."""
-
-
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
 def test_what_is_packed_at_load_is_the_same_bits_in_parts(family, quantization):
-    """A part that is packed at load has the bits of the whole weight packed, though scales are made
-    of all inputs, those of the other ranks too.
+    """A part that is packed at load has the bits of the whole weight packed: scales are made of all
+    inputs, which every rank has.
     """
-    tiny = tiny_model(family, **WIDTHS_OF_32[family] | GROUPS_FOR_TWO[family])
+    tiny = tiny_model(family, **WIDTHS_OF_32[family])
     program = build_programs(tiny.config)["decoder"]
     reader = WeightReader(open_checkpoint(tiny.path), "auto", quantization, program)
     ids = np.random.default_rng(5).integers(0, tiny.config["vocab_size"], 20)
     wanted = PagedRunner(tiny.path, load=reader.load).logits(ids)
-    units = input_units(loaded_formats(open_checkpoint(tiny.path), "auto", quantization, program))
 
     def run(rank: int, backend: ReferenceBackend) -> NDArray:
-        rewrite = partial(shard, rank=rank, num_ranks=2, unit_of=units)
+        rewrite = partial(shard, rank=rank, num_ranks=2)
         return PagedRunner(tiny.path, backend, load=reader.load, rewrite=rewrite).logits(ids)
 
-    if quantization == "int4" and family == "qwen2_moe":
-        with pytest.raises(
-            ConfigError, match=r"has 32 columns, which can only be split at multiples of 32"
-        ):
-            in_threads(2, run)
-        return
     np.testing.assert_allclose(in_threads(2, run)[1], wanted, rtol=0, atol=1e-9 * abs(wanted).max())
 
 
 def test_what_two_ranks_of_a_llama_are():
-    """A rank of a llama has half of every part but the norms; sums follow the embedding and each
-    half of a layer, and the logits are gathered.
+    """A rank of a llama has half of every part but the norms. Columns are gathered before and after
+    the second matmul of each half of a layer, and the logits; the embedding is summed.
     """
     config = open_checkpoint(tiny_model("llama").path).config
     whole = build_programs(config)["decoder"]
     layers = config["num_hidden_layers"]
     parts = [fuse(shard(whole, rank, 2)) for rank in range(2)]
     for rank, part in enumerate(parts):
-        assert Counter(op.kind for op in part.ops)["AllReduce"] == 1 + 2 * layers
-        gather = next(op for op in part.ops if isinstance(op, rank_ops.AllGather))
-        assert gather.x.axis == "samples" and gather.widths == (160, 160)
+        assert Counter(op.kind for op in part.ops)["AllReduce"] == 1
+        gathers = [op for op in part.ops if isinstance(op, rank_ops.AllGather)]
+        assert [gather.widths for gather in gathers] == [
+            *((32, 32), (32, 32), (50, 50), (32, 32)) * layers,
+            (160, 160),
+        ]
+        assert gathers[-1].x.axis == "samples"
+        assert all(weight.cut is None or weight.cut.inputs is None for weight in part.weights)
         assert part.groups[0].num_kv_heads == 1
         table = next(op for op in part.ops if isinstance(op, ops.Embedding))
         assert table.first_row == 160 * rank and table.table.shape == (160, 64)
@@ -197,18 +186,14 @@ def test_a_tied_table_is_cut_once():
     assert [(weight.shape, weight.cut.rows) for weight in tables] == [((128, 72), (129, 257))]
 
 
-def test_biases_of_sums_are_added_once():
-    """Biases of sums are added on the first rank alone: o's and the experts' down in gpt_oss; those
-    of q, k, v, the router, gate and up are on both.
-    """
+def test_biases_are_split_like_outputs():
+    """Of gpt_oss's biases only the router's, which both ranks have, is whole."""
     whole = build_programs(open_checkpoint(tiny_model("gpt_oss").path).config)["decoder"]
-    first, second = (shard(whole, rank, 2) for rank in range(2))
-    names = [
-        {weight.name.split(".", 3)[-1] for weight in part.weights if "bias" in weight.name}
-        for part in (first, second)
-    ]
-    assert names[0] - names[1] == {"self_attn.o_proj.bias", "mlp.experts.down_proj_bias"}
-    assert {"self_attn.q_proj.bias", "mlp.router.bias", "mlp.experts.gate_up_proj_bias"} <= names[1]
+    for rank in range(2):
+        part = shard(whole, rank, 2)
+        biases = {weight.name.split(".", 3)[-1]: weight for weight in part.weights}
+        kept = {name for name, weight in biases.items() if "bias" in name and weight.cut is None}
+        assert kept == {"mlp.router.bias"}
 
 
 # -- shares ----------------------------------------------------------------------------------------
@@ -282,22 +267,6 @@ def test_heads_that_do_not_suffice_are_refused(family, num_ranks, message):
 def test_what_cannot_be_split_is_refused_by_name(body, message):
     with pytest.raises(ConfigError, match=f"tensor_parallel_size: {message}"):
         shard(program_of(*body), 0, 2)
-
-
-def test_groups_of_inputs_are_not_cut():
-    body = (
-        ops.Linear(X, (Y,), (Weight("q", (32, 32)),)),
-        ATTENTION,
-        ops.Linear(Z, (Value("o", "tokens", 32),), (Weight("o_proj", (32, 32)),)),
-    )
-    program = program_of(*body, out=Value("o", "tokens", 32))
-    assert shard(program, 0, 2, lambda weight: 16).weights[1].shape == (32, 16)
-    with pytest.raises(
-        ConfigError,
-        match=r"got 2, which splits o_proj at input 16, but its scales are of 32 inputs each",
-    ) as refused:
-        shard(program, 0, 2, lambda weight: 32)
-    assert "--dtype bfloat16" in refused.value.hint
 
 
 def test_one_rank_is_the_whole():

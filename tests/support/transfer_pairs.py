@@ -109,10 +109,8 @@ def note_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def expected(
-    model: Any, prompts: Any = PROMPTS, params: Any = PARAMS, *, num_ranks: int = 1
-) -> list[Any]:
-    """Returns what one engine on `num_ranks` answers."""
+def expected(model: Any, prompts: Any = PROMPTS, params: Any = PARAMS) -> list[Any]:
+    """Returns what one process answers."""
     backend, family, precision = model
-    with make_llm(family, backend=backend, tensor_parallel_size=num_ranks, **precision) as llm:
+    with make_llm(family, backend=backend, **precision) as llm:
         return [fingerprint(output) for output in llm.generate(prompts, params)]

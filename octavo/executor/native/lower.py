@@ -69,7 +69,8 @@ class Lowering:
             at: op for each in hooks for at, op in each.next_attentions(program.ops).items()
         }
         parts = () if records is None else (records.lowering(context),)
-        self._parts = (self, RowLowering(context), ExpertLowering(context), *parts)
+        self._experts = ExpertLowering(context)
+        self._parts = (self, RowLowering(context), self._experts, *parts)
         self._converted: set[Value] = set()
         """Values whose producer writes them in the form that their only reader, a matmul,
         expects.
@@ -297,16 +298,17 @@ class Lowering:
     # -- ranks -------------------------------------------------------------------------------------
 
     def lower_AllReduce(self, op: rank_ops.AllReduce) -> None:
-        self._collective(op, None)
+        self._add(self._native.CollectiveSpec(x=self._span(op.x), out=self._span(op.out)))
 
     def lower_AllGather(self, op: rank_ops.AllGather) -> None:
-        self._collective(op, list(op.widths))
-
-    def _collective(
-        self, op: rank_ops.AllReduce | rank_ops.AllGather, widths: list[int] | None
-    ) -> None:
-        x, out = self._span(op.x), self._span(op.out)
-        self._add(self._native.CollectiveSpec(x=x, out=out, widths=widths))
+        self._add(
+            self._native.CollectiveSpec(
+                x=self._span(op.x),
+                out=self._span(op.out),
+                widths=list(op.widths),
+                route=self._experts.get_route(op.x),
+            )
+        )
 
     # -- convolutions and recurrences --------------------------------------------------------------
 

@@ -16,9 +16,13 @@ class ExpertLowering:
         self._context, self._native = context, context.native
         self._weights, self._add, self._span = context.weights, context.builder.add, context.span
         self._routes: dict[Value, tuple[int, expert_ops.Route]] = {}
-        """The builder's route and the op, by the Value that it produces."""
+        """The builder's route and the op, by the Values that it and its matmuls produce."""
         self._chosen_rows: set[Value] = set()
         """Token rows that the first matmul of the chosen experts reads."""
+
+    def get_route(self, rows: Value) -> int:
+        """Returns the builder's route of expert rows; -1 for other rows."""
+        return self._routes[rows][0] if rows.axis == "expert_rows" else -1
 
     def lower_Route(self, op: expert_ops.Route) -> None:
         route = self._add(
@@ -42,7 +46,7 @@ class ExpertLowering:
         self._chosen_rows.add(op.outs[0])
 
     def lower_GroupedLinear(self, op: expert_ops.GroupedLinear) -> None:
-        route, chosen = self._routes[op.ids]
+        route, chosen = self._routes[op.out] = self._routes[op.ids]
         if op.up is None:
             tiles, ups = self._weights.experts(op.weight), list[Any]()
         else:

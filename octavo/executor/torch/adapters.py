@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.executor.base import PackedAdapter
+from octavo.executor.torch.full_vectors import linear_by_tiles
 from octavo.executor.torch.weights.device_weight import to_device
 from octavo.program import ops
 from octavo.program.low_rank import LowRank, Site, Updates
@@ -53,7 +54,7 @@ class TorchUpdate:
 
         `base_bias` is included in y but not scaled by the gain.
         """
-        added = (self.scales * h) @ self.b.float().T
+        added = linear_by_tiles(self.scales * h, self.b.float())
         if self.gain is None:
             y = y + added
         elif base_bias is None:

@@ -112,6 +112,7 @@ class TorchBackend(Backend):
     def prepare_program(self, program: Program, load: LoadWeight) -> TorchProgram:
         optimized, once = optimize(program), _FirstWeightKept(load)
         self._check(optimized)
+        self._warn_of_ranks()
         dtype = DTYPES.get(self.options.dtype) or self._get_compute_dtype(optimized, once.load)
         attention = first_that_computes(self._attention, optimized, self._kv_dtype(dtype))
         weights = load_weights(optimized, once.load, self.device, dtype)
@@ -121,6 +122,15 @@ class TorchBackend(Backend):
             self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
             self._plan_graphs(prepared, runtime, self._memory)
         return prepared
+
+    def _warn_of_ranks(self) -> None:
+        """Logs, on the first rank, what the number of ranks may change."""
+        ranks, invariant = self.ranks, self.options.batch_invariant
+        if ranks is not None and ranks.rank == 0 and ranks.grid.num_tensor > 1 and not invariant:
+            logger.warning(
+                "logprobs may differ from those of one process: in fp32 in the last bits, in bf16"
+                " by up to 0.1; batch_invariant prevents it"
+            )
 
     def _check(self, optimized: Program) -> None:
         check_program(

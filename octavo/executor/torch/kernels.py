@@ -84,11 +84,12 @@ def choose_kernels(name: str, device: torch.device, *, fixed_tiles: bool = False
     """Returns the kernels for `name`: plain, triton, or auto (Triton on CUDA if installed).
 
     Raises BackendUnavailable if they cannot run. With `fixed_tiles` Triton's kernels are
-    batch-invariant; plain PyTorch never is.
+    batch-invariant; plain PyTorch never is, but on a CPU its outputs are then independent of the
+    number of ranks.
     """
     reason = unsupported_reason(device)
     if name == "plain" or (name == "auto" and (device.type != "cuda" or reason is not None)):
-        return PlainKernels()
+        return PlainKernels(fixed_tiles=fixed_tiles and device.type == "cpu")
     if reason is not None:
         why, hint = reason
         raise BackendUnavailable(f"torch_kernels: got {name!r}, but {why}", hint=hint)

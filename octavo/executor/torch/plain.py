@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.executor.torch import sampler_ops
+from octavo.executor.torch.full_vectors import by_full_vectors, linear_by_tiles
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 from octavo.executor.torch.weights.program_weights import Product
 from octavo.program import ops
@@ -40,11 +41,19 @@ class Norm:
 
 
 class PlainKernels:
-    """Plain PyTorch on any device. Implements `kernels.Kernels`."""
+    """Plain PyTorch on any device. Implements `kernels.Kernels`.
+
+    With `fixed_tiles`, which requires steps of one row on a CPU, an output of a matmul does not
+    depend on the number of outputs.
+    """
 
     name = "plain"
     is_invariant = False
     captured_rows: int | None = GATHERED_ROWS
+
+    def __init__(self, *, fixed_tiles: bool = False) -> None:
+        self._linear = linear_by_tiles if fixed_tiles else F.linear
+        self._fixed_tiles = fixed_tiles
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         width = norm.width or x.shape[1]
@@ -68,14 +77,14 @@ class PlainKernels:
         if how.clamp is not None:
             gate, up = gate.clamp(max=how.clamp), up.clamp(-how.clamp, how.clamp)
         f = (
-            gate * torch.sigmoid(how.alpha * gate)
+            gate * by_full_vectors(torch.sigmoid, how.alpha * gate)
             if how.activation == "silu"
-            else ACTIVATIONS[how.activation](gate)
+            else by_full_vectors(ACTIVATIONS[how.activation], gate)
         )
         return (f * (up + how.up_offset)).to(dtype)
 
     def product(self, x: Tensor, product: Product) -> Tensor:
-        return product(x)
+        return product(x, self._linear)
 
     def rows_of_experts(self, experts: Tensor, num_experts: int) -> Tensor:
         return experts
@@ -86,8 +95,19 @@ class PlainKernels:
         Few rows gather a matrix each, which needs no count from the device; for many rows, experts
         are computed one by one.
         """
-        y = _gather(x, rows, matrix) if len(x) <= GATHERED_ROWS else _one_by_one(x, rows, matrix)
+        if len(x) <= GATHERED_ROWS and not self._fixed_tiles:
+            y = _gather(x, rows, matrix)
+        else:
+            y = self._one_by_one(x, rows, matrix)
         return y if bias is None else (y.float() + bias[rows]).to(x.dtype)
+
+    def _one_by_one(self, x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
+        y = torch.empty(len(x), matrix.codes.shape[1], dtype=x.dtype, device=x.device)
+        for expert in range(len(matrix.codes)):
+            rows = (experts == expert).nonzero()[:, 0]
+            if len(rows):
+                y[rows] = self._linear(x[rows], matrix.take(expert).floats(x.dtype), None)
+        return y
 
     def combined(self, x: Tensor, weights: Tensor) -> Tensor:
         rows = x.view(*weights.shape, x.shape[1]).float()
@@ -119,12 +139,3 @@ ACTIVATIONS: dict[ops.Activation, Callable[[Tensor], Tensor]] = {
 
 def _gather(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
     return torch.bmm(matrix.take(experts).floats(x.dtype), x[:, :, None])[:, :, 0]
-
-
-def _one_by_one(x: Tensor, experts: Tensor, matrix: DeviceWeight) -> Tensor:
-    y = torch.empty(len(x), matrix.codes.shape[1], dtype=x.dtype, device=x.device)
-    for expert in range(len(matrix.codes)):
-        rows = (experts == expert).nonzero()[:, 0]
-        if len(rows):
-            y[rows] = F.linear(x[rows], matrix.take(expert).floats(x.dtype))
-    return y

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.executor.torch.full_vectors import by_full_vectors
 from octavo.executor.torch.plain import ACTIVATIONS, Norm
 from octavo.executor.torch.step import Made, NormOp, Step
 from octavo.program import family_ops, ops
@@ -157,7 +158,7 @@ def xielu(op: family_ops.Xielu, step: Step) -> Made:
     x, vector = step.get(op.x).float(), step.weights.vector
     beta, eps = vector(op.beta), vector(op.eps)
     positive, negative = F.softplus(vector(op.alpha_p)), beta + F.softplus(vector(op.alpha_n))
-    low = negative * (torch.expm1(torch.minimum(x, eps)) - x)
+    low = negative * (by_full_vectors(torch.expm1, torch.minimum(x, eps)) - x)
     return ((torch.where(x > 0, positive * x * x, low) + beta * x).to(step.dtype),)
 
 
@@ -179,7 +180,7 @@ def act_mul(op: ops.ActMul, step: Step) -> Made:
 
 
 def activated(x: Tensor, activation: ops.Activation) -> Tensor:
-    return ACTIVATIONS[activation](x.float()).to(x.dtype)
+    return by_full_vectors(ACTIVATIONS[activation], x.float()).to(x.dtype)
 
 
 def rope(op: ops.Rope, step: Step) -> Made:

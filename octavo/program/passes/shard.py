@@ -1,9 +1,9 @@
 """Shard pass (tensor parallelism): the part of a Program that one rank computes.
 
-Matmuls before heads and activations are split by outputs. Matmuls after them are split by inputs,
-which yields partial sums; AllReduce adds these when an op needs complete rows. Heads and their KV,
-the vocabulary and expert widths are split; norms, routers and latents are replicated. Runs before
-fuse. Unsupported ops raise ConfigError. Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
+Matmuls are split by outputs, never by inputs, so one rank sums all inputs of an output in the order
+of a single process: results do not depend on the number of ranks. AllGather joins columns when an
+op needs complete rows. Heads and their KV, the vocabulary and expert widths are split; norms,
+routers and latents are replicated. Runs before fuse. Unsupported ops raise ConfigError.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
 from octavo.program.passes.splits import (
-    Even,
     Spans,
-    UnitOf,
+    Whole,
     find_required_splits,
     head_spans,
     is_by_heads,
-    is_split,
     kv_spans,
     query_spans,
     shares,
@@ -29,39 +27,28 @@ from octavo.program.passes.splits import (
 )
 from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
 
-UNPACK = "use fewer ranks, or --dtype bfloat16, which unpacks the weights"
 
-
-def split_anywhere(weight: Weight) -> int:
-    """The `UnitOf` for plain floats, which may be split anywhere."""
-    return 1
-
-
-def shard(program: Program, rank: int, num_ranks: int, unit_of: UnitOf = split_anywhere) -> Program:
+def shard(program: Program, rank: int, num_ranks: int) -> Program:
     """Returns the part that rank `rank` of `num_ranks` computes; raises ConfigError if an op cannot
     be split.
     """
-    return program if num_ranks == 1 else _Sharder(program, rank, num_ranks, unit_of).run()
+    return program if num_ranks == 1 else _Sharder(program, rank, num_ranks).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One rank's part of a Value: the complete Value, the columns `spans[rank]`, or a partial sum
-    (`partial`).
-    """
+    """One rank's part of a Value: the complete Value, or the columns `spans[rank]`."""
 
     value: Value
     spans: Spans | None = None
-    partial: bool = False
 
 
 class _Sharder:
-    def __init__(self, program: Program, rank: int, num_ranks: int, unit_of: UnitOf) -> None:
+    def __init__(self, program: Program, rank: int, num_ranks: int) -> None:
         self._program = program
         self._rank = rank
         self._num_ranks = num_ranks
-        self._unit_of = unit_of
-        self._splits = find_required_splits(program, num_ranks, unit_of)
+        self._splits = find_required_splits(program, num_ranks)
         self._held = {value: _Held(value) for value in program.inputs.values()}
         self._ops: list[Op] = []
 
@@ -82,26 +69,22 @@ class _Sharder:
 
     # -- Values ------------------------------------------------------------------------------------
 
-    def _make(self, value: Value, spans: Spans | None = None, *, partial: bool = False) -> Value:
+    def _make(self, value: Value, spans: Spans | None = None) -> Value:
         """Records this rank's part of a Value that the next op computes, and returns the part's
         Value.
         """
         own = value if spans is None else replace(value, width=_width(spans[self._rank]))
-        self._held[value] = _Held(own, spans, partial)
+        self._held[value] = _Held(own, spans)
         return own
 
     def _whole(self, value: Value) -> Value:
-        """Returns the Value with all columns, adding an AllReduce or AllGather on first use."""
+        """Returns the Value with all columns, adding an AllGather on first use."""
         partition = self._held[value]
-        if not partition.partial and partition.spans is None:
-            return partition.value
-        whole = replace(value, name=f"{value.name}.{'sum' if partition.partial else 'all'}")
         if partition.spans is None:
-            self._ops.append(rank_ops.AllReduce(partition.value, whole))
-        else:
-            self._ops.append(
-                rank_ops.AllGather(partition.value, whole, tuple(map(_width, partition.spans)))
-            )
+            return partition.value
+        whole = replace(value, name=f"{value.name}.all")
+        widths = tuple(map(_width, partition.spans))
+        self._ops.append(rank_ops.AllGather(partition.value, whole, widths))
         self._held[value] = _Held(whole)
         return whole
 
@@ -120,38 +103,38 @@ class _Sharder:
         Values have all columns.
         """
         partitions = [self._held[value] for value in values]
-        if all(one.spans == partitions[0].spans and not one.partial for one in partitions):
+        if all(one.spans == partitions[0].spans for one in partitions):
             return [one.value for one in partitions], partitions[0].spans
         return list(map(self._whole, values)), None
 
-    def _spans(self, out: Value) -> Spans | None:
-        """Returns how a matmul's output is split; None: not split."""
-        split = self._splits.get(out)
-        if split is None or not is_split(split):
-            return None
-        if not isinstance(split, Even):
-            return split if isinstance(split, tuple) else None
+    def _spans(self, out: Value, x: Value) -> Spans | None:
+        """Returns how the output of a matmul of x is split; None: not split.
+
+        An output that is needed completely is split too if its input is, so that each rank has a
+        part of the weight.
+        """
+        split = self._splits.get(out, Whole())
+        if isinstance(split, tuple):
+            return split
+        if isinstance(split, Whole):
+            is_shared = self._held[x].spans is not None and out.width >= self._num_ranks
+            return shares(out.width, self._num_ranks) if is_shared else None
         if out.width < self._num_ranks * split.unit:
             what = (
                 f"got {self._num_ranks}, but {out.name} has {out.width} columns, which can only be"
                 f" split at multiples of {split.unit}"
             )
-            raise split_error(what, hint=UNPACK if split.unit > 1 else f"use at most {out.width}")
+            hint = f"use at most {max(out.width // split.unit, 1)}"
+            raise split_error(what, hint=hint)
         return shares(out.width, self._num_ranks, split.unit)
 
     # -- matmuls ----------------------------------------------------------------------------------
 
     def _shard_Linear(self, op: ops.Linear) -> None:
         assert op.norm is None and op.gate is None and op.residual is None, "shard runs before fuse"
-        spans = self._held[op.x].spans
-        if spans is not None and not any(is_split(self._splits.get(out)) for out in op.outs):
-            self._along_inputs(op, spans)
-        else:
-            self._along_outputs(op)
-
-    def _along_outputs(self, op: ops.Linear) -> None:
+        spans = [self._spans(out, op.x) for out in op.outs]
         x = self._whole(op.x)
-        if not any(is_split(self._splits.get(out)) for out in op.outs):
+        if not any(spans):
             self._ops.append(replace(op, x=x, outs=tuple(map(self._make, op.outs))))
             return
         if [out.width for out in op.outs] != [weight.shape[0] for weight in op.weights_]:
@@ -159,7 +142,6 @@ class _Sharder:
                 f"{op.weights_[0].name} and the outputs of its matmul do not match",
                 hint="set tensor_parallel_size to 1",
             )
-        spans = [self._spans(out) for out in op.outs]
         outs = tuple(map(self._make, op.outs, spans))
         weights = tuple(map(self._rows, op.weights_, spans))
         biases = tuple(
@@ -168,67 +150,22 @@ class _Sharder:
         )
         self._ops.append(replace(op, x=x, outs=outs, weights_=weights, biases=biases))
 
-    def _along_inputs(self, op: ops.Linear, spans: Spans) -> None:
-        """Splits a matmul by inputs, which yields partial sums.
-
-        Only the first rank adds biases; activations follow the sum.
-        """
-        outs = tuple(self._make(out, partial=True) for out in op.outs)
-        weights = tuple(self._inputs(weight, spans) for weight in op.weights_)
-        biases = op.biases if self._rank == 0 else ()
-        self._ops.append(
-            replace(
-                op,
-                x=self._held[op.x].value,
-                outs=outs,
-                weights_=weights,
-                biases=biases,
-                activation=None,
-            )
-        )
-        if op.activation is not None:
-            for out in op.outs:
-                gated = replace(out, name=f"{out.name}.{op.activation}")
-                self._ops.append(ops.Act(self._whole(out), gated, op.activation))
-                self._held[out] = _Held(gated)
-
     def _shard_GroupedLinear(self, op: expert_ops.GroupedLinear) -> None:
-        partition, ids = self._held[op.x], self._whole(op.ids)
-        if partition.spans is not None and not is_split(self._splits.get(op.out)):
-            weight, bias = (
-                self._inputs(op.weight, partition.spans),
-                op.bias if self._rank == 0 else None,
-            )
-            self._ops.append(
-                expert_ops.GroupedLinear(
-                    partition.value, ids, self._make(op.out, partial=True), weight, bias
-                )
-            )
-            return
-        x, spans = self._whole(op.x), self._spans(op.out)
+        spans = self._spans(op.out, op.x)
+        x, ids = self._whole(op.x), self._whole(op.ids)
         bias = None if op.bias is None else self._rows(op.bias, spans)
-        self._ops.append(
-            expert_ops.GroupedLinear(
-                x, ids, self._make(op.out, spans), self._rows(op.weight, spans), bias
-            )
-        )
+        weight = self._rows(op.weight, spans)
+        out = self._make(op.out, spans)
+        self._ops.append(expert_ops.GroupedLinear(x, ids, out, weight, bias))
 
     def _rows(self, weight: Weight, spans: Spans | None) -> Weight:
         return weight if spans is None else weight.part(rows=spans[self._rank])
 
-    def _inputs(self, weight: Weight, spans: Spans) -> Weight:
-        unit = self._unit_of(weight)
-        cut = next((last for _, last in spans[:-1] if last % unit), None)
-        if cut is not None:
-            what = (
-                f"got {self._num_ranks}, which splits {weight.name} at input {cut}, but its scales"
-                f" are of {unit} inputs each"
-            )
-            raise split_error(what, hint=UNPACK)
-        return weight.part(inputs=spans[self._rank])
-
     def _shard_Embedding(self, op: ops.Embedding) -> None:
-        """Splits a token table by rows; a position table is small and replicated."""
+        """Splits a token table by rows; a position table is small and replicated.
+
+        The rows of other ranks are zeros, so their sum is exact.
+        """
         if op.ids is None:
             self._ops.append(replace(op, out=self._make(op.out)))
             return
@@ -243,16 +180,11 @@ class _Sharder:
                 hint="use fewer ranks",
             )
         rows = shares(op.table.shape[0], self._num_ranks)[self._rank]
-        out = self._make(op.out, partial=True)
-        self._ops.append(
-            replace(
-                op,
-                out=out,
-                table=op.table.part(rows=rows),
-                ids=self._whole(op.ids),
-                first_row=rows[0],
-            )
-        )
+        out = self._make(op.out)
+        own = replace(op.out, name=f"{op.out.name}.own")
+        table, ids = op.table.part(rows=rows), self._whole(op.ids)
+        self._ops.append(replace(op, out=own, table=table, ids=ids, first_row=rows[0]))
+        self._ops.append(rank_ops.AllReduce(own, out))
 
     # -- attention ---------------------------------------------------------------------------------
 
@@ -338,23 +270,21 @@ class _Sharder:
     def _shard_LayerNorm(self, op: ops.LayerNorm) -> None:
         self._ops.append(replace(op, x=self._whole(op.x), out=self._make(op.out)))
 
-    def _shard_linear_op(self, op: ops.Scale | ops.GatherRows | ops.PoolRows) -> None:
-        partition = self._held[op.x]
-        self._ops.append(
-            replace(
-                op,
-                x=partition.value,
-                out=self._make(op.out, partition.spans, partial=partition.partial),
-            )
-        )
-
-    _shard_Scale = _shard_GatherRows = _shard_PoolRows = _shard_linear_op
-
-    def _shard_column_op(self, op: ops.Act | ops.SoftCap | ops.Clip | family_ops.Xielu) -> None:
+    def _shard_column_op(
+        self,
+        op: ops.Scale
+        | ops.SoftCap
+        | ops.Clip
+        | ops.Act
+        | ops.GatherRows
+        | ops.PoolRows
+        | family_ops.Xielu,
+    ) -> None:
         (x,), spans = self._alike([op.x])
         self._ops.append(replace(op, x=x, out=self._make(op.out, spans)))
 
-    _shard_Act = _shard_SoftCap = _shard_Clip = _shard_Xielu = _shard_column_op
+    _shard_Scale = _shard_SoftCap = _shard_Clip = _shard_Act = _shard_column_op
+    _shard_GatherRows = _shard_PoolRows = _shard_Xielu = _shard_column_op
 
     def _shard_whole_row_op(
         self,
@@ -378,16 +308,10 @@ class _Sharder:
         self._ops.append(replace(op, gate=gate, up=up, out=self._make(op.out, spans)))
 
     def _shard_Add(self, op: ops.Add) -> None:
-        """The sum of two partial sums is a partial sum."""
-        a, b = self._held[op.a], self._held[op.b]
-        if a.partial and b.partial:
-            self._ops.append(ops.Add(a.value, b.value, self._make(op.out, partial=True)))
-            return
         (x, y), spans = self._alike([op.a, op.b])
         self._ops.append(ops.Add(x, y, self._make(op.out, spans)))
 
     def _shard_Mul(self, op: ops.Mul) -> None:
-        """A partial sum times a replicated Value is a partial sum."""
         a, b = self._held[op.a], self._held[op.b]
         span = op.a.width // op.b.width
         if span > 1 and a.spans is not None and b.spans is not None:
@@ -395,10 +319,8 @@ class _Sharder:
                 self._ops.append(ops.Mul(a.value, b.value, self._make(op.out, a.spans)))
                 return
             a = _Held(self._whole(op.a))
-        if a.partial or op.b.width == 1:
-            self._ops.append(
-                ops.Mul(a.value, self._whole(op.b), self._make(op.out, a.spans, partial=a.partial))
-            )
+        if op.b.width == 1:
+            self._ops.append(ops.Mul(a.value, self._whole(op.b), self._make(op.out, a.spans)))
             return
         (x, y), spans = self._alike([op.a, op.b])
         self._ops.append(ops.Mul(x, y, self._make(op.out, spans)))
@@ -421,7 +343,7 @@ class _Sharder:
         experts have the same part.
         """
         partition, ids = self._held[op.x], self._whole(op.ids)
-        out = self._make(op.out, partition.spans, partial=partition.partial)
+        out = self._make(op.out, partition.spans)
         self._ops.append(replace(op, x=partition.value, ids=ids, out=out))
 
     def _shard_Combine(self, op: expert_ops.Combine) -> None:
@@ -430,7 +352,7 @@ class _Sharder:
             expert_ops.Combine(
                 partition.value,
                 weights,
-                self._make(op.out, partition.spans, partial=partition.partial),
+                self._make(op.out, partition.spans),
             )
         )
 

@@ -1,28 +1,24 @@
 """Determines how each Value of a Program is split over ranks, from its readers' requirements.
 
-Processes ops from last to first: attention needs complete heads; a matmul accepts any columns that
-respect its weight's groups, and yields partial sums; a full-row norm needs all columns. `shard.py`
-rewrites the ops.
+Processes ops from last to first: attention needs complete heads; a matmul whose outputs are needed
+completely gathers any columns of its input; a full-row norm needs all columns. `shard.py` rewrites
+the ops.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from octavo.api.errors import ConfigError
 from octavo.program import expert_ops, family_ops, ops, rank_ops
 from octavo.program.mixers import SelectiveScan, ShortConv
-from octavo.program.program import CacheGroup, Op, Program, Span, Value, Weight
+from octavo.program.program import CacheGroup, Op, Program, Span, Value
 
 Spans = tuple[Span, ...]
 """Columns of each rank; spans of KV heads overlap if there are fewer heads than ranks."""
-
-UnitOf = Callable[[Weight], int]
-"""Returns how many neighbouring inputs of a weight must stay together: 1, or the size of its scale
-groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +122,7 @@ def head_spans(num_heads: int, num_ranks: int) -> Spans:
     return shares(num_heads, num_ranks)
 
 
-def find_required_splits(
-    program: Program, num_ranks: int, unit_of: UnitOf
-) -> dict[Value, RequiredSplit]:
+def find_required_splits(program: Program, num_ranks: int) -> dict[Value, RequiredSplit]:
     """Returns each Value's required split.
 
     Logits may be split; a Value without readers has no entry.
@@ -137,7 +131,7 @@ def find_required_splits(
         value: Even() if name == "logits" else Whole() for name, value in program.outputs.items()
     }
     for op in reversed(program.ops):
-        for value, wish in _find_input_splits(op, program, num_ranks, splits, unit_of):
+        for value, wish in _find_input_splits(op, program, num_ranks, splits):
             splits[value] = merge_splits(splits[value], wish) if value in splits else wish
     return splits
 
@@ -165,15 +159,14 @@ def is_split(wish: RequiredSplit | None) -> bool:
 
 
 def _find_input_splits(
-    op: Op, program: Program, num_ranks: int, splits: dict[Value, RequiredSplit], unit_of: UnitOf
+    op: Op, program: Program, num_ranks: int, splits: dict[Value, RequiredSplit]
 ) -> Iterator[tuple[Value, RequiredSplit]]:
     """Yields an op's requirements on its inputs, given the requirements on its outputs
     (`splits`).
     """
     if isinstance(op, ops.Linear | expert_ops.GroupedLinear):
         makes_columns = any(is_split(splits.get(out)) for out in op.outputs)
-        units = [unit_of(weight) for weight in get_matrices(op)]
-        yield op.x, Whole() if makes_columns else Even(math.lcm(*units))
+        yield op.x, Whole() if makes_columns else Even()
         if isinstance(op, expert_ops.GroupedLinear):
             yield op.ids, Whole()
     elif isinstance(op, ops.Attention):
@@ -249,7 +242,3 @@ def _find_row_input_splits(
         raise split_error(
             f"the op {op.kind} cannot be split over ranks", hint="set tensor_parallel_size to 1"
         )
-
-
-def get_matrices(op: ops.Linear | expert_ops.GroupedLinear) -> tuple[Weight, ...]:
-    return op.weights_ if isinstance(op, ops.Linear) else (op.weight,)

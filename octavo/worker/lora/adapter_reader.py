@@ -183,16 +183,17 @@ class AdapterReader:
         self, update: ModuleUpdate, matrices: LoraMatrices, weight: Weight, adapter: PeftAdapter
     ) -> NDArray[np.float32]:
         """Returns the gain of each output (DoRA): its magnitude divided by the norm of its row of W
-        + scale * B A. Norms are over complete rows, even if the rank has only a part of them.
+        + scale * B A. All norms are computed on every rank, with the same rounding.
         """
         assert update.magnitude is not None
-        own = _own(weight)
-        whole = self._dequantize(weight.whole)
-        rows = weight.cut.rows if weight.cut is not None else None
-        base = whole if rows is None else whole[slice(*rows)]
-        norms = np.linalg.norm(base + update.scale * matrices.product(own), axis=1)
+        whole = weight.whole
+        norms = np.linalg.norm(
+            self._dequantize(whole) + update.scale * matrices.product(_own(whole)), axis=1
+        )
+        if weight.cut is not None and weight.cut.rows is not None:
+            norms = norms[slice(*weight.cut.rows)]
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            gain: NDArray[np.float32] = (update.magnitude[own] / norms).astype(np.float32)
+            gain: NDArray[np.float32] = (update.magnitude[_own(weight)] / norms).astype(np.float32)
         if not np.isfinite(gain).all():
             raise WeightMismatch(
                 f"{adapter.path}: {update.module} has a DoRA magnitude for a row of zeros"

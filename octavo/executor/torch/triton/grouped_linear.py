@@ -122,7 +122,7 @@ def grouped_product(
         "grouped_linear",
         device,
         tile_rows=rows.tile_rows,
-        outputs=num_outputs,
+        outputs=matrix.tiled_outputs,
         row_bytes=row_bytes,
         bits=matrix.bits,
     )

@@ -10,9 +10,10 @@ read once.
                                    bias, rounded:  out [T, out], and arrivals [i, n] = 0
 
 T is padded to 8 (the minimum of a GPU's matrix units) or 16, and beyond 16 rows to 32 or 64. The
-division of a weight into tiles and splits depends only on the weight, so with up to 16 rows a row's
-result does not depend on other rows. More than 64 rows and plain floats use PyTorch's matmul
-(`unpack.py`), unless batch invariance is required. Reference: `plain.PlainKernels.product`.
+division of a weight into tiles and splits depends only on the complete weight, so with up to 16
+rows a row's result depends neither on other rows nor on the number of ranks. More than 64 rows and
+plain floats use PyTorch's matmul (`unpack.py`), unless batch invariance is required. Reference:
+`plain.PlainKernels.product`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ProductTiles:
 
         If it lists no splits, uses enough to keep a large GPU busy, with at least two tiles each.
         """
-        num_outputs, row_bytes = weight.codes.shape
+        num_outputs, row_bytes = weight.tiled_outputs, weight.codes.shape[1]
         launch = tuned(
             "packed_linear", device, outputs=num_outputs, row_bytes=row_bytes, bits=weight.bits
         )

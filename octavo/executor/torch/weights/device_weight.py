@@ -6,7 +6,7 @@ Bit for bit equal to `PackedWeight.dequantize`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,10 @@ BITS_OF: dict[str, torch.dtype] = {
     "float8_e5m2": torch.float8_e5m2,
 }
 """PyTorch dtypes for NumPy's ml_dtypes; the bytes are the same."""
+
+
+LinearFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Computes x `[T, in]` @ `weight [out, in]`^T + `bias [out]`."""
 
 
 def to_device(array: NDArray, device: torch.device) -> Tensor:
@@ -104,14 +108,18 @@ class DeviceWeight:
     inverse_permutation: Tensor | None = None
     is_scaled: bool = False
     """Whether matmuls use the stored codes directly (`fp8.is_scaled`)."""
+    whole_outputs: int = 0
+    """Outputs of the complete weight, if this is a rank's part; 0: all are here."""
 
     @staticmethod
-    def of(packed: PackedWeight, device: torch.device, dtype: torch.dtype) -> DeviceWeight:
+    def of(
+        packed: PackedWeight, device: torch.device, dtype: torch.dtype, whole_outputs: int = 0
+    ) -> DeviceWeight:
         """Copies a weight to the device: plain floats as `dtype`, others packed."""
         codes = to_device(packed.codes, device)
         width = packed.shape[-1]
         if packed.is_float:
-            return DeviceWeight(codes.to(dtype), width, packed.bits)
+            return DeviceWeight(codes.to(dtype), width, packed.bits, whole_outputs=whole_outputs)
         permutation = packed.input_permutation
         return DeviceWeight(
             codes=codes,
@@ -128,6 +136,7 @@ class DeviceWeight:
             if permutation is None
             else to_device(np.argsort(permutation), device),
             is_scaled=is_scaled(packed, device),
+            whole_outputs=whole_outputs,
         )
 
     @staticmethod
@@ -141,7 +150,15 @@ class DeviceWeight:
             scales=DeviceLevels.joined([part.scales for part in parts]),
             mins=DeviceLevels.joined([part.mins for part in parts]),
             zeros=torch.cat(zeros) if zeros else None,
+            whole_outputs=sum(part.tiled_outputs for part in parts),
         )
+
+    @property
+    def tiled_outputs(self) -> int:
+        """Number of outputs that tiles are chosen for: those of the complete weight, so that every
+        rank sums in the order of a single one.
+        """
+        return self.whole_outputs or self.codes.shape[-2]
 
     def joins(self, other: DeviceWeight) -> bool:
         """Returns whether two weights can be joined into one matmul."""
@@ -177,10 +194,10 @@ class DeviceWeight:
         zeros = None if self.zeros is None else self.zeros[index]
         return replace(self, codes=codes, scales=self.scales.take(index), mins=mins, zeros=zeros)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None, linear: LinearFn = F.linear) -> Tensor:
         """Computes x `[T, in]` @ weight^T + `bias [out]`: `[T, out]` in x's dtype."""
         if not self.is_scaled:
-            return F.linear(x, self.floats(x.dtype), bias)
+            return linear(x, self.floats(x.dtype), bias)
         assert self.scales is not None
         out = scaled_product(x, self.codes, self.scales.values)
         return (out if bias is None else out + bias).to(x.dtype)

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.api.errors import WeightMismatch
 from octavo.executor.base import LoadWeight
-from octavo.executor.torch.weights.device_weight import DeviceWeight, to_device
+from octavo.executor.torch.weights.device_weight import DeviceWeight, LinearFn, to_device
 from octavo.program import expert_ops, family_ops, ops
 from octavo.program.ops import Linear
 from octavo.program.position_tables import position_table
@@ -32,11 +33,11 @@ class Product:
     bias: Tensor | None
     """Biases of all outputs, `[sum of out]`."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiplies `x [T, in]`; returns `[T, sum of out]`."""
+    def __call__(self, x: Tensor, linear: LinearFn = F.linear) -> Tensor:
+        """Multiplies `x [T, in]`, floats by `linear`; returns `[T, sum of out]`."""
         if len(self.parts) == 1:
-            return self.parts[0].product(x, self.bias)
-        joined = torch.cat([part.product(x, None) for part in self.parts], dim=1)
+            return self.parts[0].product(x, self.bias, linear)
+        joined = torch.cat([part.product(x, None, linear) for part in self.parts], dim=1)
         return joined if self.bias is None else joined + self.bias
 
 
@@ -122,7 +123,9 @@ class ProgramWeights:
 
     def _matrix(self, weight: Weight) -> DeviceWeight:
         if weight not in self._matrices:
-            self._matrices[weight] = DeviceWeight.of(self._pack(weight), self._device, self._dtype)
+            self._matrices[weight] = DeviceWeight.of(
+                self._pack(weight), self._device, self._dtype, weight.whole.shape[-2]
+            )
         return self._matrices[weight]
 
     def _vector(self, weight: Weight) -> Tensor:
