@@ -298,14 +298,19 @@ class Lowering:
     # -- ranks -------------------------------------------------------------------------------------
 
     def lower_AllReduce(self, op: rank_ops.AllReduce) -> None:
-        self._add(self._native.CollectiveSpec(x=self._span(op.x), out=self._span(op.out)))
+        self._collective(op, None)
 
     def lower_AllGather(self, op: rank_ops.AllGather) -> None:
+        self._collective(op, list(op.widths))
+
+    def _collective(
+        self, op: rank_ops.AllReduce | rank_ops.AllGather, widths: list[int] | None
+    ) -> None:
         self._add(
             self._native.CollectiveSpec(
                 x=self._span(op.x),
                 out=self._span(op.out),
-                widths=list(op.widths),
+                widths=widths,
                 route=self._experts.get_route(op.x),
             )
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.executor.torch import sampler_ops
 from octavo.executor.torch.full_vectors import by_full_vectors, linear_by_tiles
-from octavo.executor.torch.weights.device_weight import DeviceWeight
+from octavo.executor.torch.weights.device_weight import DeviceWeight, LinearFn
 from octavo.executor.torch.weights.program_weights import Product
 from octavo.program import ops
 
@@ -52,7 +52,7 @@ class PlainKernels:
     captured_rows: int | None = GATHERED_ROWS
 
     def __init__(self, *, fixed_tiles: bool = False) -> None:
-        self._linear = linear_by_tiles if fixed_tiles else F.linear
+        self._linear: LinearFn = linear_by_tiles if fixed_tiles else F.linear
         self._fixed_tiles = fixed_tiles
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
