@@ -134,6 +134,8 @@ def _check_attributes(program: Program, op: Op) -> None:
 
 
 def _get_axes(op: Op) -> set[str]:
+    if isinstance(op, rank_ops.AllGather):
+        return {*AXES, "expert_rows"}
     if isinstance(op, OF_EXPERTS):
         return {"tokens", "expert_rows"}
     return {"tokens"} if isinstance(op, ON_TOKENS) else {*AXES}
