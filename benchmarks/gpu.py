@@ -1,8 +1,8 @@
 """What the torch backend makes of a GPU, beside what the GPU can do: correctness first, then
 kernels, whole engines, another engine.
 
-    python benchmarks/gpu.py [--sections NAMES] [--budget SECONDS] [--output FILE] [--options JSON]
-    [--tiny] [--device cuda|cpu]
+    python benchmarks/gpu.py [--call A|B] [--sections NAMES] [--budget SECONDS] [--output FILE]
+    [--options JSON] [--tiny] [--device cuda|cpu]
 
 One run on one GPU, in less than nine minutes: prints a table with bounds and goals beside the
 measurements, and writes JSON lines to results/DATE-DEVICE.jsonl. Bounds are made of ceilings that
@@ -38,6 +38,7 @@ from benchmarks.on_gpu.run import PREFIX  # noqa: E402
 from benchmarks.on_gpu.settings import Ceilings, Settings, python_path  # noqa: E402
 
 BUDGET_S = 520.0
+CALL_BUDGETS_S = {"A": 330.0, "B": 400.0}
 RESERVE_S = 5.0
 """Seconds reserved for printing the table."""
 
@@ -72,6 +73,27 @@ STAGES: tuple[tuple[Section, ...], ...] = (
 )
 """The sections in the order of their worth. Those of one stage run side by side; a section that is
 timed runs alone."""
+
+
+CALLS: dict[str, tuple[tuple[Section, ...], ...]] = {
+    "A": (
+        (Section("ceilings", 45),),
+        (Section("kernel tests", 150), Section("tokens", 150), Section("ops", 150)),
+        (Section("products", 70),),
+        (Section("kernels", 60),),
+    ),
+    "B": (
+        (Section("ceilings", 30),),
+        (Section("smollm2", 40),),
+        (Section("offline", 60),),
+        (Section("served", 130),),
+        (Section("drafts, adapter", 70),),
+        (Section("transformers", 70),),
+    ),
+}
+"""Two shorter runs, for a machine that is lent for a quarter of an hour: A has the correctness and
+the kernels, B whole engines and servers.
+"""
 
 
 class Results:
@@ -109,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part.parent.mkdir(parents=True, exist_ok=True)
     part.unlink(missing_ok=True)
     results, end = Results(part), time.time() + args.budget - RESERVE_S
-    for stage in STAGES:
+    for stage in stages_of(args.call):
         wanted = [section for section in stage if _is_wanted(section, args.sections, results)]
         with ThreadPoolExecutor(max(1, len(wanted))) as pool:
             list(pool.map(lambda section: run(section, args, results, end), wanted))
@@ -120,6 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(results.rows))
     print(f"\nwritten to {path}")
     return 0 if is_good(results.rows) else 1
+
+
+def stages_of(call: str | None) -> tuple[tuple[Section, ...], ...]:
+    return STAGES if call is None else CALLS[call]
 
 
 def _is_wanted(section: Section, names: Sequence[str], results: Results) -> bool:
@@ -225,17 +251,16 @@ def file_name(rows: Sequence[Row]) -> str:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    names = [section.name for stage in STAGES for section in stage if section.instead_of is None]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--call", choices=sorted(CALLS), help="one of two shorter runs")
     parser.add_argument(
         "--sections",
         type=lambda text: [name.strip() for name in text.split("/")],
-        default=names,
-        help="/".join(names),
+        help="/".join(_names(STAGES)),
     )
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
+    parser.add_argument("--budget", type=float, help="seconds for everything")
     parser.add_argument(
         "--output",
         type=Path,
@@ -251,10 +276,17 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes that a CPU computes in seconds")
     args = parser.parse_args(arguments)
+    names = _names(stages_of(args.call))
+    args.sections = args.sections or names
+    args.budget = args.budget or CALL_BUDGETS_S.get(args.call, BUDGET_S)
     unknown = [name for name in args.sections if name not in names]
     if unknown:
         parser.error(f"--sections: got {'/'.join(unknown)}, expected {'/'.join(names)}")
     return args
+
+
+def _names(stages: tuple[tuple[Section, ...], ...]) -> list[str]:
+    return [section.name for stage in stages for section in stage if section.instead_of is None]
 
 
 if __name__ == "__main__":

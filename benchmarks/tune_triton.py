@@ -200,7 +200,8 @@ def packed_task(outputs: int, inputs: int, bits: int) -> Task:
             for weight in weights:
                 products.product(x, Product((weight,), None), tile_rows)
 
-    return Task({"outputs": outputs, "row_bytes": row_bytes, "bits": bits}, packed_linear, run)
+    shape = {"outputs": outputs, "row_bytes": row_bytes, "bits": bits, "group": weights[0].group}
+    return Task(shape, packed_linear, run)
 
 
 def random_weight(outputs: int, inputs: int, bits: int) -> DeviceWeight:

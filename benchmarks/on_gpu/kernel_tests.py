@@ -7,6 +7,7 @@ interpreter, as in the suite.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -21,14 +22,15 @@ from benchmarks.on_gpu.report import checked
 from benchmarks.on_gpu.settings import ROOT, Emit, Settings, attempt, python_path
 
 FILES = (
-    "tests/executor/torch/triton/test_rows.py",
-    "tests/executor/torch/triton/test_products.py",
     "tests/executor/torch/triton/test_attention.py",
     "tests/executor/torch/triton/test_shared_prefix.py",
+    "tests/executor/torch/triton/test_fixed_tiles.py",
+    "tests/executor/torch/triton/test_products.py",
+    "tests/executor/torch/test_prompts.py",
+    "tests/executor/torch/triton/test_rows.py",
     "tests/executor/torch/triton/test_pick.py",
     "tests/executor/torch/triton/test_rope_write.py",
     "tests/executor/torch/triton/test_block_copies.py",
-    "tests/executor/torch/triton/test_fixed_tiles.py",
     "tests/executor/torch/test_graphs.py",
 )
 TINY_FILES = ("tests/executor/torch/triton/test_kernels.py",)
@@ -79,6 +81,10 @@ def _file(file: str, settings: Settings, emit: Emit) -> None:
         "PYTHONPATH": python_path(),
         "TRITON_INTERPRET": "1" if settings.device == "cpu" else "0",
     }
+    # One process did not finish the attention tests in its time.
+    workers = max(2, (os.cpu_count() or 2) // AT_ONCE)
+    has_xdist = importlib.util.find_spec("xdist") is not None
+    parallel = ["-n", str(workers)] if has_xdist and not settings.tiny else []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [
@@ -87,6 +93,7 @@ def _file(file: str, settings: Settings, emit: Emit) -> None:
             "pytest",
             "-q",
             *([] if settings.tiny else ["--tier", "all"]),  # most are slow in the interpreter alone
+            *parallel,
             "-p",
             "no:cacheprovider",
             f"--junitxml={report}",

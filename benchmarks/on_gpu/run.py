@@ -27,6 +27,11 @@ FUNCTIONS = {
     "engine": "engine:plain",
     "engine, 4-bit": "engine:four_bits",
     "kernels": "kernels:section",
+    "products": "products:section",
+    "offline": "offline:section",
+    "drafts, adapter": "offline:extras",
+    "smollm2": "served:smollm2",
+    "served": "served:section",
     "transformers": "peers:section",
 }
 """Module and function of each section, by the section's name."""

