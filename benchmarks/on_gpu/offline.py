@@ -1,7 +1,7 @@
 """A whole engine offline: where the time between steps goes, drafts, and one adapter.
 
 `gaps` lists the ten longest times in which the device waited, the pauses of Python's garbage
-collector and the kernels that were compiled meanwhile.
+collector and the kernels that were compiled at the same time.
 """
 
 from __future__ import annotations

@@ -5,10 +5,13 @@ commands.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import platform
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -134,13 +137,27 @@ def _torch() -> Iterator[Finding]:
             f"{torch.__version__}, built {'for CPUs' if build is None else f'with CUDA {build}'}",
         )
         yield from _cuda(torch)
-    yield find_package(
-        "Triton", "triton", missing="not installed; included in PyTorch's CUDA builds"
-    )
+    yield _triton()
     if devices.has_nvidia_driver():
         yield Finding("driver", f"NVIDIA {devices.driver_version() or '(unknown version)'}")
     else:
         yield Finding("driver", "no NVIDIA driver", status="none")
+
+
+def _triton() -> Finding:
+    """Reports Triton's version and how many kernels earlier runs have compiled: a new shape of
+    model compiles its own before its first request.
+    """
+    found = find_package(
+        "Triton", "triton", missing="not installed; included in PyTorch's CUDA builds"
+    )
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    num_kernels = sum(1 for _ in folder.glob("*/*.cubin")) if found.status == "ok" else 0
+    if not num_kernels:
+        return found
+    return dataclasses.replace(
+        found, text=f"{found.text}, {num_kernels} compiled kernels in {folder}"
+    )
 
 
 def _cuda(torch: Any) -> Iterator[Finding]:

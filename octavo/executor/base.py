@@ -63,6 +63,8 @@ class BackendOptions:
     """Number of rows in the largest step."""
     max_requests: int = 128
     max_context: int = 8192
+    max_drafted: int = 0
+    """Largest number of drafted tokens per request that a step verifies."""
     gpu_memory_utilization: float = 0.92
     """Fraction of a device's own memory that may be used in total, from 0 to 1."""
     attention_backend: str = "auto"
@@ -286,6 +288,13 @@ class Runnable(ABC):
     def arrivals(self) -> WeightArrivals | None:
         """Weights read from files so far; None if all are in memory."""
         return None
+
+    @property
+    def num_late_compilations(self) -> int:
+        """Kernels that this process compiled during steps, after the warm-up; each delays a
+        step.
+        """
+        return 0
 
     @property
     def kv_writes(self) -> Sequence[tuple[int, int]] | None:

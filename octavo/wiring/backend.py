@@ -74,6 +74,7 @@ def _backend_options(config: EngineConfig) -> BackendOptions:
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,
         max_context=config.model.max_model_len,
+        max_drafted=config.scheduler.spec_tokens if config.scheduler.uses_speculation else 0,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,
         attention_backend=config.backend.attention_backend,
         torch_kernels=config.backend.torch_kernels,

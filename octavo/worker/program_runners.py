@@ -38,6 +38,11 @@ class ProgramRunners:
             arrivals = arrivals + (runnable.arrivals or WeightArrivals())
         return arrivals
 
+    @property
+    def num_late_compilations(self) -> int:
+        """Kernels that this process compiled during steps."""
+        return max(runnable.num_late_compilations for runnable in self.runnables)
+
     def prepare_inputs(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1
     ) -> list[ModelInput]:

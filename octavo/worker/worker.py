@@ -19,6 +19,7 @@ from functools import partial
 from octavo.api.errors import EngineDead
 from octavo.api.outputs import Profile
 from octavo.engine.protocol.kv_messages import BlockMove
+from octavo.engine.protocol.stats import LATE_COMPILATIONS
 from octavo.engine.protocol.step import RowResult, ScheduledRequest, StepPlan, StepResult
 from octavo.executor.base import Computing
 from octavo.worker.cache_engine import CacheEngine
@@ -265,6 +266,8 @@ class Worker:
             result.weights = self._runners.get_arrivals()
         if self._kv_counters is not None:
             result.counters = dict(self._kv_counters())
+        if late := self._runners.num_late_compilations:
+            result.counters = (result.counters or {}) | {LATE_COMPILATIONS: late}
         return result
 
     @property

@@ -78,6 +78,10 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     """Blocks in the prefix cache, whether held by requests or not."""
 
 
+LATE_COMPILATIONS = "kernel_compilations"
+"""Name of the counter of kernels compiled during steps."""
+
+
 class EngineStats(msgspec.Struct, array_like=True):
     """Current gauges, then counts since the start."""
 
@@ -131,7 +135,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     weights: WeightArrivals = WeightArrivals()
     """Weights read from a file while steps were computed."""
     counters: dict[str, float] = {}
-    """Counters of extensions, by name."""
+    """Counters of backends and extensions, by name."""
 
     step_tokens: StepTokens = msgspec.field(default_factory=StepTokens)
 

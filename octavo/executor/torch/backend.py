@@ -27,8 +27,9 @@ from octavo.executor.kv import BLOCK_SIZE, KvLayout
 from octavo.executor.rank_grid import ALONE, RankGrid, misplaced
 from octavo.executor.torch.attention.call import AttentionKernels
 from octavo.executor.torch.attention.choose import choose_attention, first_that_computes
+from octavo.executor.torch.compilations import COMPILATIONS
 from octavo.executor.torch.footprint import TorchFootprint, graphs_footprint, torch_footprint
-from octavo.executor.torch.graphs import CudaGraphs, sizes_up_to
+from octavo.executor.torch.graphs import CudaGraphs, GraphShape, shapes_up_to
 from octavo.executor.torch.instructions import FORMULAS
 from octavo.executor.torch.invariant import kernels_suffice
 from octavo.executor.torch.kernels import choose_kernels
@@ -38,6 +39,7 @@ from octavo.executor.torch.program import Runtime, TorchProgram
 from octavo.executor.torch.ranks import TorchRanks
 from octavo.executor.torch.rates import measured_ceilings
 from octavo.executor.torch.step import staging_bytes
+from octavo.executor.torch.warm_up import warm_up_steps
 from octavo.executor.torch.weights.fp8 import E4M3
 from octavo.executor.torch.weights.program_weights import load_weights
 from octavo.program import expert_ops, ops
@@ -86,8 +88,8 @@ class TorchBackend(Backend):
             f"torch {torch.__version__} on {self.device_name}, attention with {kernels}, kernels"
             f" {self._kernels.name}"
         )
-        self._uncaptured: list[tuple[TorchProgram, tuple[int, ...]]] = []
-        """Programs and batch sizes to capture as graphs once there is a KV cache."""
+        self._unallocated: list[tuple[TorchProgram, tuple[GraphShape, ...]]] = []
+        """Programs to warm up, and shapes to capture as graphs, once there is a KV cache."""
         self._memory = (
             CudaMemory(self.device, options.gpu_memory_utilization)
             if self.device.type == "cuda"
@@ -119,7 +121,8 @@ class TorchBackend(Backend):
         runtime = self._runtime(optimized, dtype, attention)
         prepared = TorchProgram(optimized, weights, runtime, self._kv_layouts(optimized, dtype))
         if self._memory is not None:
-            self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
+            with COMPILATIONS.expected():
+                self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
             self._plan_graphs(prepared, runtime, self._memory)
         return prepared
 
@@ -160,10 +163,13 @@ class TorchBackend(Backend):
     def _plan_graphs(self, prepared: TorchProgram, runtime: Runtime, memory: CudaMemory) -> None:
         """Reserves memory for captured steps, or logs why none will be captured."""
         program, dtype = prepared.program, runtime.dtype
-        if sizes := self.graph_sizes(program, dtype):
-            states = runtime.attention.graph_bytes(program, max(sizes), self.options.max_context)
+        shapes = self.graph_shapes(program, dtype)
+        self._unallocated.append((prepared, shapes))
+        if shapes:
+            most = max(shape.requests for shape in shapes)
+            states = runtime.attention.graph_bytes(program, most, self.options.max_context)
+            sizes = [shape.num_rows for shape in shapes]
             memory.reserve("graphs", graphs_footprint(program, sizes, dtype) + states)
-            self._uncaptured.append((prepared, sizes))
         elif self._wants_graphs(program) and (why := self.against_graphs(program, dtype)):
             logger.warning(
                 "CUDA graphs are disabled for decode steps of the %s: %s", program.name, why
@@ -173,8 +179,8 @@ class TorchBackend(Backend):
     def has_own_device(self) -> bool:
         return self.device.type == "cuda"
 
-    def graph_sizes(self, program: Program, dtype: torch.dtype) -> tuple[int, ...]:
-        """Returns the batch sizes for which decode steps are captured; () if none are."""
+    def graph_shapes(self, program: Program, dtype: torch.dtype) -> tuple[GraphShape, ...]:
+        """Returns the shapes of captured steps; () if none are."""
         if not self._wants_graphs(program) or self.against_graphs(program, dtype):
             return ()
         max_requests, expert_rows = self.options.max_requests, self._kernels.captured_rows
@@ -182,8 +188,10 @@ class TorchBackend(Backend):
             (op.top_k for op in program.ops if isinstance(op, expert_ops.Route)), default=0
         )
         if most_experts and expert_rows is not None:
-            max_requests = min(max_requests, expert_rows // most_experts)
-        return sizes_up_to(max_requests)
+            return shapes_up_to(min(max_requests, expert_rows // most_experts))
+        # Padded rows within a request would change a recurrence's state.
+        has_states = any(group.kind == "state" for group in program.groups)
+        return shapes_up_to(max_requests, 0 if has_states else self.options.max_drafted)
 
     def against_graphs(self, program: Program, dtype: torch.dtype) -> str:
         """Returns the reason why decode steps cannot be captured; "" if they can."""
@@ -236,13 +244,29 @@ class TorchBackend(Backend):
         )
 
     def allocate(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> TorchKvCache:
-        """Allocates the KV cache, then captures graphs, which contain its addresses."""
+        """Allocates the KV cache, then warms up kernels and captures graphs, which contain its
+        addresses.
+        """
         kv = self._cache(layouts, num_blocks)
         width = -(-self.options.max_context // BLOCK_SIZE)
-        for prepared, sizes in self._uncaptured:
+        for prepared, shapes in self._unallocated:
             if prepared.kv_layouts == tuple(layouts):
-                prepared.capture(kv, sizes, width, CudaGraphs())
+                with COMPILATIONS.expected():
+                    if self.ranks is None:
+                        self.warm_up(prepared, kv)
+                    if shapes:
+                        prepared.capture(kv, shapes, width, CudaGraphs())
         return kv
+
+    def warm_up(self, prepared: TorchProgram, kv: TorchKvCache) -> None:
+        """Compiles the kernels of all steps that read token ids."""
+        program = prepared.program
+        vocab_size = program.vocab_size if "logits" in program.outputs else None
+        steps = warm_up_steps(
+            self.options, len(kv.groups), ops.num_position_axes(program), vocab_size
+        )
+        for step in steps:
+            prepared.run(step, kv)
 
     def _cache(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> TorchKvCache:
         try:

@@ -1,16 +1,21 @@
-"""CUDA graphs of decode steps for several batch sizes.
+"""CUDA graphs of decode steps, and of steps that verify drafts, for several numbers of requests.
 
 A graph contains the addresses of weights, KV cache and staging views; staging views have the same
-address for equal shapes. A decode step is padded to the next captured size with rows of slot -1,
-whose results are discarded. A `Record` function captures a graph; tests use one that reruns the
-ops.
+address for equal shapes. A step is padded to the next captured shape, in which all requests have
+equally many rows, with rows of slot -1, whose results are discarded:
+
+    a step of 2 requests, one with 3 drafted tokens     a | b b b b
+    the graph of 2 requests of 5 rows                   a . . . . | b b b b .
+
+A `Record` function captures a graph; tests use one that reruns the ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,13 +34,37 @@ GRAPH_BYTES = 8 << 20
 
 class Graph(Protocol):
     def replay(self) -> Tensor:
-        """Returns the logits `[size, V]`, valid until the next replay."""
+        """Returns the logits of all rows, `[rows, V]`, valid until the next replay."""
         ...
 
 
 Record = Callable[[Callable[[], Tensor]], Graph]
 """Runs a function that computes logits and returns a graph that recomputes them from the same
 inputs."""
+
+
+class GraphShape(NamedTuple):
+    """Shape of a captured step."""
+
+    requests: int
+    rows: int
+    """Rows of each request."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.requests * self.rows
+
+
+def shapes_up_to(max_requests: int, max_drafted: int = 0) -> tuple[GraphShape, ...]:
+    """Returns the captured shapes for up to `max_requests` requests: decode steps, and steps with
+    up to `max_drafted` drafted tokens for each request.
+    """
+    shapes = [GraphShape(size, 1) for size in sizes_up_to(max_requests)]
+    if max_drafted:
+        rows = 1 + max_drafted
+        fitting = min(max_requests, SIZES[-1] // rows)
+        shapes += [GraphShape(size, rows) for size in sizes_up_to(fitting)]
+    return tuple(shapes)
 
 
 def sizes_up_to(max_requests: int) -> tuple[int, ...]:
@@ -77,64 +106,98 @@ class CudaGraph:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeGraphs:
-    """Graphs by size, for block tables of `width` blocks."""
+class PaddedStep:
+    """A step in the shape of a graph."""
 
-    graphs: Mapping[int, Graph]
+    batch: StepBatch
+    shape: GraphShape
+    rows: NDArray[np.int64]
+    """Row in `batch` of each sampled row of the step, `[S]`."""
+
+    @property
+    def in_order(self) -> bool:
+        """Whether sampled row s is row s."""
+        return bool((self.rows == np.arange(len(self.rows))).all())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeGraphs:
+    """Graphs by shape, for block tables of `width` blocks."""
+
+    graphs: Mapping[GraphShape, Graph]
     width: int
 
-    def padded(self, batch: StepBatch) -> StepBatch | None:
-        """Pads a step to the next captured size.
+    def padded(self, batch: StepBatch) -> PaddedStep | None:
+        """Pads a step to the next captured shape.
 
-        Returns None if no size fits or the step is not a decode step.
+        Returns None if no shape fits, if padding would more than double the rows of a step with
+        drafts, or if the step has inputs that no graph reads.
         """
-        num = len(batch.token_ids)
-        size = next((size for size in sorted(self.graphs) if size >= num), None)
-        if size is None or not _is_decode(batch) or batch.block_tables.shape[2] > self.width:
+        counts = np.diff(batch.query_starts)
+        num, most = len(counts), int(counts.max(initial=0))
+        fitting = (s for s in self.graphs if s.requests >= num and s.rows >= most)
+        shape = min(fitting, key=lambda fits: fits.num_rows, default=None)
+        if shape is None or not _is_generation(batch) or batch.block_tables.shape[2] > self.width:
             return None
-        return StepBatch(
-            token_ids=_fill(batch.token_ids, (size,), 0),
-            key_indices=_fill(batch.key_indices, (size,), 0),
-            positions=_fill(batch.positions, (len(batch.positions), size), 0),
-            query_starts=np.arange(size + 1, dtype=np.int32),
-            context_lens=_fill(batch.context_lens, (len(batch.slots), size), 1),
-            slots=_fill(batch.slots, (len(batch.slots), size), -1),
-            block_tables=_fill(batch.block_tables, (len(batch.slots), size, self.width), -1),
-            sample_rows=np.arange(size, dtype=np.int32),
+        if shape.rows > 1 and 2 * len(batch.token_ids) < num * shape.rows:
+            return None
+        request = np.repeat(np.arange(num), counts)
+        at = request * shape.rows + np.arange(len(request)) - batch.query_starts[request]
+        rows, requests = partial(_spread, at, shape.num_rows), shape.requests
+        last = batch.last_tokens
+        padded = StepBatch(
+            token_ids=rows(batch.token_ids, 0),
+            key_indices=rows(batch.key_indices, 0),
+            positions=rows(batch.positions, 0),
+            query_starts=np.arange(requests + 1, dtype=np.int32) * shape.rows,
+            context_lens=_fill(batch.context_lens, (len(batch.slots), requests), 1),
+            slots=rows(batch.slots, -1),
+            block_tables=_fill(batch.block_tables, (len(batch.slots), requests, self.width), -1),
+            sample_rows=np.arange(shape.num_rows, dtype=np.int32),
+            last_tokens=None if last is None else replace(last, sources=rows(last.sources, -1)),
         )
+        return PaddedStep(padded, shape, at[batch.sample_rows])
 
 
-def longest_decode(size: int, width: int, num_groups: int, num_axes: int = 1) -> StepBatch:
+def step_to_capture(shape: GraphShape, width: int, num_groups: int, num_axes: int = 1) -> StepBatch:
     """Returns the step to capture: rows that write no KV, with full tables of `width` blocks,
     windows that start at the first key, and positions on `num_axes` axes.
     """
+    requests, num_rows = shape.requests, shape.num_rows
     context = width * BLOCK_SIZE
     return StepBatch(
-        token_ids=np.zeros(size, np.int32),
-        key_indices=np.zeros(size, np.int32),
-        positions=np.zeros((num_axes, size), np.int32),
-        query_starts=np.arange(size + 1, dtype=np.int32),
-        context_lens=np.full((num_groups, size), context, np.int32),
-        slots=np.full((num_groups, size), -1, np.int32),
-        block_tables=np.zeros((num_groups, size, width), np.int32),
-        sample_rows=np.arange(size, dtype=np.int32),
+        token_ids=np.zeros(num_rows, np.int32),
+        key_indices=np.zeros(num_rows, np.int32),
+        positions=np.zeros((num_axes, num_rows), np.int32),
+        query_starts=np.arange(requests + 1, dtype=np.int32) * shape.rows,
+        context_lens=np.full((num_groups, requests), context, np.int32),
+        slots=np.full((num_groups, num_rows), -1, np.int32),
+        block_tables=np.zeros((num_groups, requests, width), np.int32),
+        sample_rows=np.arange(num_rows, dtype=np.int32),
     )
 
 
-def _is_decode(batch: StepBatch) -> bool:
-    """Returns whether every request has one row, sampled once, in order."""
-    num = len(batch.token_ids)
-    if (
-        not num
-        or batch.hidden is not None
-        or batch.input_rows is not None
-        or batch.limits is not None
-        or batch.copies is not None
-        or len(batch.query_starts) != num + 1
-        or len(batch.sample_rows) != num
-    ):
-        return False
-    return batch.query_starts[-1] == num and bool((batch.sample_rows == np.arange(num)).all())
+def _is_generation(batch: StepBatch) -> bool:
+    """Returns whether every request has rows, some row is sampled, and the step has only inputs
+    that graphs read.
+    """
+    absent = (batch.hidden, batch.input_rows, batch.limits, batch.copies)
+    return (
+        len(batch.token_ids) > 0
+        and len(batch.sample_rows) > 0
+        and all(array is None for array in absent)
+        and int(batch.query_starts[-1]) == len(batch.token_ids)
+        and bool((np.diff(batch.query_starts) > 0).all())
+    )
+
+
+def _spread(
+    at: NDArray[np.int64], num_rows: int, array: NDArray[np.int32], value: int
+) -> NDArray[np.int32]:
+    """Puts the last axis' elements at `at` among `num_rows`; the others are `value`."""
+    spread = np.full((*array.shape[:-1], num_rows), value, np.int32)
+    spread[..., at] = array
+    return spread
 
 
 def _fill(array: NDArray[np.int32], shape: tuple[int, ...], value: int) -> NDArray[np.int32]:

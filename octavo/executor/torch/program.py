@@ -34,8 +34,16 @@ from octavo.executor.batch import (
 from octavo.executor.kv import KvCache, KvLayout
 from octavo.executor.torch.adapters import StepAdapters, TorchAdapters
 from octavo.executor.torch.attention.call import AttentionKernels
+from octavo.executor.torch.compilations import COMPILATIONS
 from octavo.executor.torch.fetch import Fetch, PendingStep, translate_out_of_memory
-from octavo.executor.torch.graphs import DecodeGraphs, Graph, Record, longest_decode
+from octavo.executor.torch.graphs import (
+    DecodeGraphs,
+    Graph,
+    GraphShape,
+    PaddedStep,
+    Record,
+    step_to_capture,
+)
 from octavo.executor.torch.instructions import Instruction, Instructions
 from octavo.executor.torch.invariant import joined, rows_alone
 from octavo.executor.torch.kernels import Kernels
@@ -144,6 +152,10 @@ class TorchProgram(Runnable):
     def weight_bytes(self) -> int:
         return self._weights.num_bytes
 
+    @property
+    def num_late_compilations(self) -> int:
+        return COMPILATIONS.num_late
+
     def start_profile(self) -> None:
         self._times = OpTimes(self._weights, self._runtime.device, self._runtime.dtype)
 
@@ -182,18 +194,20 @@ class TorchProgram(Runnable):
         ]
         return fetch.then(lambda: joined(batch, [finish() for finish in sampled]))
 
-    def capture(self, kv: TorchKvCache, sizes: Sequence[int], width: int, record: Record) -> None:
-        """Captures decode steps of these sizes as graphs over this KV cache, with block tables of
-        at most `width` blocks; matching steps replay them.
+    def capture(
+        self, kv: TorchKvCache, shapes: Sequence[GraphShape], width: int, record: Record
+    ) -> None:
+        """Captures steps of these shapes as graphs over this KV cache, with block tables of at most
+        `width` blocks; matching steps replay them.
         """
-        graphs: dict[int, Graph] = {}
-        with Bar("graphs", len(sizes)) as bar, torch.inference_mode():
-            for size in sorted(sizes, reverse=True):
-                batch = longest_decode(
-                    size, width, len(kv.groups), ops.num_position_axes(self.program)
+        graphs: dict[GraphShape, Graph] = {}
+        with Bar("graphs", len(shapes)) as bar, torch.inference_mode():
+            for shape in sorted(shapes, key=lambda one: one.num_rows, reverse=True):
+                batch = step_to_capture(
+                    shape, width, len(kv.groups), ops.num_position_axes(self.program)
                 )
                 inputs = self._staging.put(self._arrays(batch, kv, fixed=True))
-                graphs[size] = record(partial(self._decode, batch, kv, inputs))
+                graphs[shape] = record(partial(self._decode, batch, kv, inputs))
                 bar.advance()
         self._graphs = DecodeGraphs(graphs, width)
 
@@ -227,13 +241,14 @@ class TorchProgram(Runnable):
             for index, part in enumerate(samplings)
             for name, array in part.arrays.items()
         }
-        inputs = self._put(
-            self._arrays(padded or batch, kv, fixed=padded is not None),
-            sampling_inputs | source_arrays(batch.last_tokens),
-        )
+        computed = batch if padded is None else padded.batch
+        late_inputs = sampling_inputs | source_arrays(computed.last_tokens)
+        if padded is not None and not padded.in_order:
+            late_inputs["logit_rows"] = padded.rows
+        inputs = self._put(self._arrays(computed, kv, fixed=padded is not None), late_inputs)
         self._take_last_tokens(inputs)
         values_of = (
-            self._replay(len(padded.token_ids))
+            self._replay(padded, inputs)
             if padded is not None
             else self._compute(self._new_step(batch, kv, inputs))
         )
@@ -241,10 +256,11 @@ class TorchProgram(Runnable):
             return self._outputs(chunks, fetch, values_of)
         return self._make_sample_output(samplings, inputs, fetch, values_of)
 
-    def _replay(self, size: int) -> ValuesOf:
+    def _replay(self, padded: PaddedStep, inputs: dict[str, Tensor]) -> ValuesOf:
         assert self._graphs is not None
-        logits = self._graphs.graphs[size].replay()
-        return lambda chunk: {self.program.outputs["logits"].name: logits[chunk]}
+        logits = self._graphs.graphs[padded.shape].replay()
+        rows, name = inputs.get("logit_rows"), self.program.outputs["logits"].name
+        return lambda chunk: {name: logits[chunk] if rows is None else logits[rows[chunk]]}
 
     def _compute(self, step: Step) -> ValuesOf:
         self._execute(self.instructions.body, step)

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from octavo.engine.protocol.stats import STEP_TOKEN_BOUNDS, EngineStats
+from octavo.engine.protocol.stats import LATE_COMPILATIONS, STEP_TOKEN_BOUNDS, EngineStats
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.metric_hooks import Series, metric_hooks
@@ -171,6 +171,10 @@ COUNTERS: dict[str, Series] = {
     "num_swaps": (
         "Number of preemptions by swapping to host memory.",
         lambda stats: stats.num_swaps,
+    ),
+    "kernel_compilations": (
+        "GPU kernels compiled during steps, after the warm-up; each delays a step.",
+        lambda stats: stats.counters.get(LATE_COMPILATIONS, 0),
     ),
     "num_engine_restarts": (
         "Number of engine restarts after a hang or crash.",

@@ -16,7 +16,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.executor.base import BackendOptions
 from octavo.executor.batch import LastTokens
 from octavo.executor.torch.backend import TorchBackend
-from octavo.executor.torch.graphs import CudaGraphs, sizes_up_to
+from octavo.executor.torch.graphs import CudaGraphs, GraphShape, shapes_up_to, sizes_up_to
 from octavo.models.registry import build_programs
 from tests.executor.native.test_sampling import random_batch
 from tests.support.paged_runner import PagedRunner
@@ -58,7 +58,8 @@ def runners(family, record, device="cpu", sizes=(1, 2, 4)):
             tiny_model(family).path, TorchBackend(BackendOptions(num_threads=1), device), seed=3
         )
         if capture:
-            runner.runnables["decoder"].capture(runner.kv, sizes, WIDTH, record)
+            shapes = [GraphShape(size, 1) for size in sizes]
+            runner.runnables["decoder"].capture(runner.kv, shapes, WIDTH, record)
         ids = np.random.default_rng(0).integers(3, 200, (5, 70))
         requests = [runner.add(row) for row in ids]
         for index, request in enumerate(requests):
@@ -130,7 +131,7 @@ def test_last_tokens_stay_on_the_device(monkeypatch, invariant, head_rows):
         runner = PagedRunner(tiny_model("llama").path, TorchBackend(options, "cpu"), seed=3)
         runnable, record = runner.runnables["decoder"], Recorder()
         if capture and not invariant:
-            runnable.capture(runner.kv, (4,), WIDTH, record)
+            runnable.capture(runner.kv, [GraphShape(4, 1)], WIDTH, record)
         requests = [runner.add(row) for row in ids]
         runner.step([(request, 0, 7) for request in requests])
         drawn, under_way = [], []
@@ -158,12 +159,42 @@ def test_last_tokens_stay_on_the_device(monkeypatch, invariant, head_rows):
     assert len(np.unique(results[0])) > 6
 
 
+def test_steps_that_verify_drafts():
+    """Requests with and without drafts share one graph; their rows are padded to as many."""
+    pytest.importorskip("triton")
+    tiny, record, runners = tiny_model("llama", num_hidden_layers=1), Recorder(), []
+    options = BackendOptions(num_threads=1, attention_backend="triton")
+    ids = np.random.default_rng(0).integers(3, 200, (3, 70))
+    for _ in range(2):
+        runner = PagedRunner(tiny.path, TorchBackend(options), seed=3)
+        requests = [runner.add(row) for row in ids]
+        runner.step([(request, 0, 20) for request in requests])
+        runners.append((runner, requests))
+    (graphs, mine), (eager, theirs) = runners
+    shapes = [GraphShape(2, 1), GraphShape(2, 4), GraphShape(3, 4)]
+    graphs.runnables["decoder"].capture(graphs.kv, shapes, WIDTH, record)
+    steps = [[4, 1], [3, 4, 2], [1, 1], [4], [1, 1, 1], [5]]
+    starts = [20, 20, 20]
+    for counts in steps:
+        spans = [(at, starts[at], starts[at] + count) for at, count in enumerate(counts)]
+        found = graphs.step([(mine[at], start, stop) for at, start, stop in spans])["logits"]
+        wanted = eager.step([(theirs[at], start, stop) for at, start, stop in spans])["logits"]
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * abs(wanted).max())
+        for at, count in enumerate(counts):
+            starts[at] += count
+    replays = [graph.replays for graph in record.graphs]
+    assert replays == [1, 2, 1], "rows padded to more than twice as many, and 5 rows, run eagerly"
+
+
 def test_the_sizes():
     assert sizes_up_to(1) == (1,)
     assert sizes_up_to(5) == (1, 2, 4, 5)
     assert sizes_up_to(128)[-2:] == (96, 128)
     assert sizes_up_to(1000)[-1] == 512
     assert sizes_up_to(0) == ()
+    assert shapes_up_to(2) == ((1, 1), (2, 1))
+    assert shapes_up_to(2, 4) == ((1, 1), (2, 1), (1, 5), (2, 5))
+    assert max(shape.num_rows for shape in shapes_up_to(512, 8)) <= 512
 
 
 @pytest.mark.parametrize(
@@ -185,10 +216,10 @@ def test_what_keeps_a_device_s_decode_steps_from_being_captured(options, ranks, 
     backend.device = torch.device("cuda")
     program = build_programs(open_checkpoint(tiny_model("llama").path).config)["decoder"]
     assert backend.against_graphs(program, torch.float32) == why
-    assert (backend.graph_sizes(program, torch.float32) == ()) == bool(why)
+    assert (backend.graph_shapes(program, torch.float32) == ()) == bool(why)
     eager = TorchBackend(replace(backend.options, enforce_eager=True))
     eager.device = backend.device
-    assert eager.graph_sizes(program, torch.float32) == ()
+    assert eager.graph_shapes(program, torch.float32) == ()
 
 
 @CUDA

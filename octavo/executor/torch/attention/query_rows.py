@@ -75,6 +75,8 @@ def make_query_rows(
     last_block = -(-int(context[singles].max(initial=0)) // BLOCK_SIZE)
     if len(singles) == len(num_rows) == len(batch.token_ids):
         return QueryRows((), len(singles), first_block, last_block)
+    if not len(singles):
+        return QueryRows(tuple(spans), 0)
     single_arrays = on_device(np.stack([singles, starts[:-1][singles]]).astype(np.int64), device)
     return QueryRows(
         tuple(spans), len(singles), first_block, last_block, single_arrays[0], single_arrays[1]

@@ -1,7 +1,8 @@
 """Triton attention kernels: supported ops and launches.
 
-Requests with one row use `decode.py` and `merge.py`, others `prefill.py`; both read the step's
-arrays on the device only, so a captured launch works for any lengths. Tile sizes come from
+Requests with one row use `decode.py` and `merge.py`, others `prefill.py`, or on CUDA PyTorch's
+attention (`attention/prompts.py`) if they have many rows. Triton's kernels read the step's arrays
+on the device only, so a captured launch works for any lengths. Tile sizes come from
 `attention_tiles.py`.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from octavo.executor.batch import StepBatch
 from octavo.executor.kv import BLOCK_SIZE, SPLIT_KEYS
+from octavo.executor.torch.attention import prompts
 from octavo.executor.torch.attention.call import AttentionCall, StepArraysMaker
 from octavo.executor.torch.rope_write import RopeWriteCall
 from octavo.executor.torch.triton.attention_arguments import (
@@ -72,6 +74,7 @@ class TritonAttention:
         self._device = device_name(device)
         self._tiles = AttentionTiles(device, fixed_tiles=fixed_tiles, shared_bytes=shared_bytes)
         self.is_invariant = fixed_tiles
+        self._uses_sdpa = device.type == "cuda" and not fixed_tiles
         self._share_prefixes = share_prefixes
 
     def unsupported_reason(self, op: Op, kv_dtype: torch.dtype) -> str | None:
@@ -91,7 +94,9 @@ class TritonAttention:
         out = make(shape, dtype=call.q.dtype, device=call.q.device)
         if rows.num_singles:
             self._decode(call, out)
-        if rows.spans:
+        if rows.spans and self._uses_sdpa and prompts.gains(call):
+            prompts.attend(call, out)
+        elif rows.spans:
             self._prefill(call, out)
         return out
 

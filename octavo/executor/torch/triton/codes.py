@@ -23,6 +23,22 @@ NIBBLE_BASE = tl.constexpr(128.0)
 """Offset that `based_nibbles` adds to each code."""
 
 
+NIBBLES_IN_BF16 = tl.constexpr("""{
+    .reg .b32 low, high;
+    and.b32 low, $4, 0x0f0f0f0f;
+    shr.u32 high, $4, 4;
+    and.b32 high, high, 0x0f0f0f0f;
+    prmt.b32 $0, low, 0x43434343, 0x4140;
+    prmt.b32 $1, low, 0x43434343, 0x4342;
+    prmt.b32 $2, high, 0x43434343, 0x4140;
+    prmt.b32 $3, high, 0x43434343, 0x4342;
+}""")
+"""Four code bytes to their low halves ($0, $1) and high halves ($2, $3), two bf16 a register."""
+
+NIBBLES_IN_FP16 = tl.constexpr(NIBBLES_IN_BF16.value.replace("0x43434343", "0x64646464"))
+"""The same in fp16."""
+
+
 @triton.jit
 def based_nibbles(packed):
     """Returns NIBBLE_BASE plus the low and the high half of each byte, as two fp32 tiles."""
@@ -52,6 +68,88 @@ def based_nibbles(packed):
         low = (packed & 15).to(tl.float32) + NIBBLE_BASE
         high = (packed >> 4).to(tl.float32) + NIBBLE_BASE
     return low, high
+
+
+@triton.constexpr_function
+def nibble_base(dtype):
+    """Returns the power of two whose mantissa's lowest bits `spread_nibbles` replaces by a code, in
+    bf16 or fp16.
+    """
+    return 128.0 if dtype == tl.bfloat16 else 1024.0
+
+
+@triton.jit
+def spread_nibbles(packed, dtype: tl.constexpr):
+    """Returns the base (`nibble_base`) plus the low and the high half of each byte, as two tiles of
+    bf16 or fp16; exact.
+    """
+    if PTX:
+        low, high = tl.inline_asm_elementwise(
+            NIBBLES_IN_BF16 if dtype == tl.bfloat16 else NIBBLES_IN_FP16,
+            constraints="=r,=r,=r,=r,r",
+            args=[packed],
+            dtype=(tl.int16, tl.int16),
+            is_pure=True,
+            pack=4,
+        )
+        low, high = low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
+    else:
+        BASE: tl.constexpr = nibble_base(dtype)
+        low = rounded((packed & 15).to(tl.float32) + BASE, dtype)
+        high = rounded((packed >> 4).to(tl.float32) + BASE, dtype)
+    return low, high
+
+
+@triton.jit
+def small_codes(codes, ZERO_POINT: tl.constexpr, dtype: tl.constexpr):
+    """Converts codes of up to 8 bits, minus the zero point, to bf16 or fp16; exact."""
+    if ZERO_POINT == 0:
+        values = bytes_in(codes, dtype)
+    else:
+        values = rounded(bytes_in_fp32(codes) - ZERO_POINT, dtype)
+    return values
+
+
+@triton.jit
+def negative_base(
+    codes,
+    ZERO_POINT: tl.constexpr,
+    dtype: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Returns a tile `[GROUPS, ROWS, UNIT]` (without the first axis for one group) of
+    -(nibble_base + ZERO_POINT).
+
+    On a GPU it seems to be converted from bytes at `codes`: operands of matmuls have the layout of
+    the type that they were loaded as, and x can be loaded once only if both of its matmuls have the
+    same.
+    """
+    if GROUPS > 1:
+        none = tl.zeros((GROUPS, ROWS, UNIT), tl.int32)
+    else:
+        none = tl.zeros((ROWS, UNIT), tl.int32)
+    if PTX:
+        BITS: tl.constexpr = pair_bits(ZERO_POINT, dtype)
+        tile = tl.inline_asm_elementwise(
+            "mov.b32 $0, " + BITS + "; mov.b32 $1, " + BITS + ";",
+            constraints="=r,=r,r",
+            args=[tl.load(codes + none)],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=4,
+        ).to(dtype, bitcast=True)
+    else:
+        tile = rounded(none.to(tl.float32) - nibble_base(dtype) - ZERO_POINT, dtype)
+    return tile
+
+
+@triton.constexpr_function
+def pair_bits(zero_point, dtype):
+    """Returns the bits of two numbers -(nibble_base + zero_point), as PTX writes them."""
+    bits = (0xC300 if dtype == tl.bfloat16 else 0xE400) + zero_point
+    return hex(bits << 16 | bits)
 
 
 @triton.jit

@@ -26,10 +26,10 @@ from torch import Tensor
 from octavo.executor.torch.triton.matrix_tile import (
     FLOATS,
     MatrixBytes,
-    tiles_times_rows,
     unsupported_reason,
 )
 from octavo.executor.torch.triton.numbers import rounded
+from octavo.executor.torch.triton.scaled_sums import tiles_times_rows
 from octavo.executor.torch.triton.tuning import tuned
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 

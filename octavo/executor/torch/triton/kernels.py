@@ -69,7 +69,9 @@ class TritonKernels:
             self.is_invariant or packed_linear.gains(x, product)
         ):
             tile_rows = (
-                packed_linear.FEW_ROWS if self.is_invariant else packed_linear.get_tile_rows(len(x))
+                packed_linear.TILE_ROWS
+                if self.is_invariant
+                else packed_linear.get_tile_rows(len(x))
             )
             return self._packed.product(x, product, tile_rows)
         if not self.is_invariant and unpack.supports(product.parts, x.dtype):

@@ -1,5 +1,5 @@
-"""Tiles of a plain or packed matrix times columns of rows: the inner loop of packed and expert
-matmuls.
+"""Tiles of a plain or packed matrix times columns of rows, converted to floats: the inner loop of
+packed and expert matmuls for which `scaled_sums.py` does not multiply codes.
 
 Memory layout of a `DeviceWeight [.., out, in]`. A tile is BLOCK_N outputs by BLOCK_B neighbouring
 bytes (elements, for plain floats):
@@ -77,9 +77,9 @@ class MatrixBytes(NamedTuple):
     num_outputs: int
     row_bytes: int
     num_groups: int
-    scale_supers_of: int
+    SCALE_SUPERS_OF: tl.constexpr
     """Scales per super-scale."""
-    min_supers_of: int
+    MIN_SUPERS_OF: tl.constexpr
     """Mins per super-scale."""
     IS_PLAIN: tl.constexpr
     NIBBLES: tl.constexpr
@@ -107,8 +107,8 @@ class MatrixBytes(NamedTuple):
             num_outputs=weight.codes.shape[-2],
             row_bytes=weight.codes.shape[-1],
             num_groups=num_groups,
-            scale_supers_of=_get_groups_per_super(scale_supers, num_groups),
-            min_supers_of=_get_groups_per_super(min_supers, num_groups),
+            SCALE_SUPERS_OF=tl.constexpr(_get_groups_per_super(scale_supers, num_groups)),
+            MIN_SUPERS_OF=tl.constexpr(_get_groups_per_super(min_supers, num_groups)),
             IS_PLAIN=tl.constexpr(weight.is_plain),
             NIBBLES=tl.constexpr(weight.bits == 4 and not weight.is_plain),
             HALF=tl.constexpr(weight.group // 2 if weight.nibbles == "halves" else 1),
@@ -131,7 +131,7 @@ def _get_groups_per_super(supers: Tensor | None, num_groups: int) -> int:
 
 
 @triton.jit
-def tiles_times_rows(
+def tiles_of_floats_times_rows(
     x,
     x_offsets,
     x_mask,
@@ -165,10 +165,10 @@ def tiles_times_rows(
             )
             k = at // matrix.HALF * (2 * matrix.HALF) + at % matrix.HALF
             columns = tl.load(x + k[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
-            acc = _dot(low, columns, acc)
+            acc = dot(low, columns, acc)
             k += matrix.HALF
             columns = tl.load(x + k[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
-            acc = _dot(high, columns, acc)
+            acc = dot(high, columns, acc)
         else:
             values = found
             if not matrix.IS_PLAIN:
@@ -176,7 +176,7 @@ def tiles_times_rows(
                     found, matrix, outputs, outputs_mask, tile, dtype, BLOCK_N, BLOCK_B
                 )
             columns = tl.load(x + at[:, None] + x_offsets[None, :], mask=x_inside, other=0.0)
-            acc = _dot(values, columns, acc)
+            acc = dot(values, columns, acc)
     if matrix.BY_ROW:
         acc *= tl.load(matrix.scales + outputs, mask=outputs_mask, other=0.0).to(tl.float32)[
             :, None
@@ -262,8 +262,8 @@ def get_offset(base, scale, least, matrix):
 
 
 @triton.jit
-def _dot(a, b, acc):
-    """Returns acc + a @ b without intermediate rounding."""
+def dot(a, b, acc):
+    """Returns a @ b, plus acc if it is not None, without intermediate rounding."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -291,7 +291,7 @@ def load_scales(matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOC
     scale = load_group_levels(
         values=matrix.scales,
         supers=matrix.scale_supers,
-        supers_of=matrix.scale_supers_of,
+        SUPERS_OF=matrix.SCALE_SUPERS_OF,
         matrix=matrix,
         outputs=outputs,
         outputs_mask=outputs_mask,
@@ -304,7 +304,7 @@ def load_scales(matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOC
         least = load_group_levels(
             values=matrix.mins,
             supers=matrix.min_supers,
-            supers_of=matrix.min_supers_of,
+            SUPERS_OF=matrix.MIN_SUPERS_OF,
             matrix=matrix,
             outputs=outputs,
             outputs_mask=outputs_mask,
@@ -316,7 +316,7 @@ def load_scales(matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOC
         least = load_group_levels(
             values=matrix.zeros,
             supers=None,
-            supers_of=1,
+            SUPERS_OF=1,
             matrix=matrix,
             outputs=outputs,
             outputs_mask=outputs_mask,
@@ -331,7 +331,7 @@ def load_scales(matrix, outputs, outputs_mask, tile, BLOCK_N: tl.constexpr, BLOC
 def load_group_levels(
     values,
     supers,
-    supers_of,
+    SUPERS_OF: tl.constexpr,
     matrix,
     outputs,
     outputs_mask,
@@ -342,12 +342,15 @@ def load_group_levels(
     """Returns the scale or min of each group of a tile, `[BLOCK_N, groups] fp32`."""
     UNIT: tl.constexpr = matrix.UNIT
     if UNIT == 0 or UNIT >= BLOCK_B:
-        group = 0 if UNIT == 0 else tile * BLOCK_B // UNIT
+        group = 0
+        if UNIT > 0:
+            # The tile behind the last one is loaded ahead, and not used.
+            group = tl.minimum(tile * BLOCK_B // UNIT, matrix.num_groups - 1)
         found = tl.load(
             values + outputs * matrix.num_groups + group, mask=outputs_mask, other=0
         ).to(tl.float32)
         if supers is not None:
-            at = outputs * (matrix.num_groups // supers_of) + group // supers_of
+            at = outputs * (matrix.num_groups // SUPERS_OF) + group // SUPERS_OF
             found *= tl.load(supers + at, mask=outputs_mask, other=0.0).to(tl.float32)
         found = found[:, None]
     else:
@@ -359,7 +362,7 @@ def load_group_levels(
         ).to(tl.float32)
         if supers is not None:
             at = (
-                outputs[:, None] * (matrix.num_groups // supers_of) + (groups // supers_of)[None, :]
+                outputs[:, None] * (matrix.num_groups // SUPERS_OF) + (groups // SUPERS_OF)[None, :]
             )
             found *= tl.load(supers + at, mask=mask, other=0.0).to(tl.float32)
     return found

@@ -9,11 +9,11 @@ read once.
                                    program adds the sums of splits 0, 1, ... in that order, plus
                                    bias, rounded:  out [T, out], and arrivals [i, n] = 0
 
-T is padded to 8 (the minimum of a GPU's matrix units) or 16, and beyond 16 rows to 32 or 64. The
-division of a weight into tiles and splits depends only on the complete weight, so with up to 16
-rows a row's result depends neither on other rows nor on the number of ranks. More than 64 rows and
-plain floats use PyTorch's matmul (`unpack.py`), unless batch invariance is required. Reference:
-`plain.PlainKernels.product`.
+T is padded to 8 (the minimum of a GPU's matrix units) or to a multiple of 16; more than 16 rows
+read a weight several times, mostly from the GPU's cache. The division of a weight into tiles and
+splits depends only on the complete weight, so a row's result depends neither on other rows nor on
+the number of ranks. More than 64 rows and plain floats use PyTorch's matmul (`unpack.py`), unless
+batch invariance is required. Reference: `plain.PlainKernels.product`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from octavo.executor.torch.triton.device import device_name
 from octavo.executor.torch.triton.matrix_tile import (
     FLOATS,
     MatrixBytes,
-    tiles_times_rows,
     unsupported_reason,
 )
 from octavo.executor.torch.triton.numbers import rounded
+from octavo.executor.torch.triton.scaled_sums import tiles_times_rows
 from octavo.executor.torch.triton.tuning import tuned
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 from octavo.executor.torch.weights.program_weights import Product
@@ -42,9 +42,13 @@ from octavo.executor.torch.weights.program_weights import Product
 FEWEST_ROWS = 8
 """Smallest row tile, with half the registers and instructions of 16 rows."""
 
-FEW_ROWS = 16
+TILE_ROWS = 16
+"""Largest row tile. With 32 rows a thread's sums no longer fit in its registers."""
+
 MOST_ROWS = 64
-"""Largest row tile; it reads a weight once for all of them. With more rows compute dominates."""
+"""Largest number of rows for which unpacking a weight in each tile is estimated to take less time
+than unpacking it once to memory.
+"""
 
 ENOUGH_PROGRAMS = 512
 """Number of programs that keep a large GPU busy."""
@@ -72,7 +76,12 @@ class ProductTiles:
         """
         num_outputs, row_bytes = weight.tiled_outputs, weight.codes.shape[1]
         launch = tuned(
-            "packed_linear", device, outputs=num_outputs, row_bytes=row_bytes, bits=weight.bits
+            "packed_linear",
+            device,
+            outputs=num_outputs,
+            row_bytes=row_bytes,
+            bits=weight.bits,
+            group=weight.group,
         )
         splits = launch.pop("SPLITS", 0)
         if not splits:
@@ -99,7 +108,7 @@ class PackedProducts:
         """Arrival counters; created by the first launch, which no graph captures."""
         return torch.zeros(MOST_ARRIVALS, dtype=torch.int32, device=self._device)
 
-    def product(self, x: Tensor, product: Product, tile_rows: int = FEW_ROWS) -> Tensor:
+    def product(self, x: Tensor, product: Product, tile_rows: int = TILE_ROWS) -> Tensor:
         """Multiplies `x [T, in]` with arbitrary row strides: `[T, sum of out]`."""
         widths = [part.codes.shape[0] for part in product.parts]
         out = torch.empty(len(x), sum(widths), dtype=x.dtype, device=x.device)
@@ -118,7 +127,7 @@ class PackedProducts:
         bias: Tensor | None,
         out: Tensor,
         tiles: ProductTiles,
-        tile_rows: int = FEW_ROWS,
+        tile_rows: int = TILE_ROWS,
     ) -> None:
         """Computes `out [T, out]` from `x [T, in]` and `weight [out, in]`."""
         blocks = triton.cdiv(out.shape[1], tiles.launch["BLOCK_N"])
@@ -181,9 +190,9 @@ def gains(x: Tensor, product: Product) -> bool:
     return len(x) <= MOST_ROWS and not any(part.is_plain for part in product.parts)
 
 
-def get_tile_rows(num_rows: int) -> int:
-    """Returns the rows per tile. Up to FEW_ROWS rows, results do not depend on it."""
-    return next(rows for rows in (FEWEST_ROWS, FEW_ROWS, 32, MOST_ROWS) if num_rows <= rows)
+def get_tile_rows(num_rows: int, *, is_fixed: bool = False) -> int:
+    """Returns the rows per tile. Results should not depend on it; `is_fixed` does without that."""
+    return FEWEST_ROWS if num_rows <= FEWEST_ROWS and not is_fixed else TILE_ROWS
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_stride", "tiles_of_a_split", "num_tiles"])

@@ -5,6 +5,7 @@ Finds what the interpreter takes for granted: types that loops carry, shapes tha
 the shared memory that a program may have. Runs in a process in which Triton does not interpret.
 """
 
+import inspect
 import sys
 from itertools import product
 
@@ -45,18 +46,19 @@ def constants(*values):
     return tuple(map(tl.constexpr, values))
 
 
-SIZES = dict.fromkeys(
-    ("num_outputs", "row_bytes", "num_groups", "scale_supers_of", "min_supers_of"), "i32"
-)
+SIZES = dict.fromkeys(("num_outputs", "row_bytes", "num_groups"), "i32")
 
 
 def matrix(codes, scales, *, nibbles=False, half=1, unit=16, zero_point=0, plain=False, **arrays):
     """Returns the types of a packed weight's arrays, and its constants."""
+    group = max(1, 2 * unit if nibbles else unit)
     absent = dict.fromkeys(("lookup", "scale_supers", "mins", "min_supers", "zeros"))
     return MatrixBytes(
         codes=codes,
         scales=scales,
         **absent | arrays | SIZES,
+        SCALE_SUPERS_OF=tl.constexpr(256 // group),
+        MIN_SUPERS_OF=tl.constexpr(256 // group),
         IS_PLAIN=tl.constexpr(plain),
         NIBBLES=tl.constexpr(nibbles),
         HALF=tl.constexpr(half),
@@ -79,9 +81,12 @@ PACKED = {
 }
 
 
-def compile_for_h100(kernel, arguments, launch):
+def compile_for_h100(kernel, arguments, launch, aligned=()):
     """Compiles a kernel for arguments by name: types, constants (None is one) and bundles of both.
     Arguments that are not named are int32. A `launch` has tiles and Triton's own options.
+
+    With `aligned`, arrays and the int32 named there, also in bundles, are multiples of 16, as they
+    are in a real launch. Returns the compiled kernel.
     """
     own = {name: value for name, value in launch.items() if name in ("num_warps", "num_stages")}
     tiles = {name: tl.constexpr(value) for name, value in launch.items() if name not in own}
@@ -90,11 +95,29 @@ def compile_for_h100(kernel, arguments, launch):
     signature = {
         name: signature_of(named[name], (at,), found) for at, name in enumerate(kernel.arg_names)
     }
-    made = triton.compile(ASTSource(kernel, signature, found), target=H100, options=own)
+    attributes = {}
+    if aligned:
+        for at, name in enumerate(kernel.arg_names):
+            attributes |= multiples_of_16(named[name], name, (at,), aligned)
+    source = ASTSource(kernel, signature, found, attributes)
+    made = triton.compile(source, target=H100, options=own)
     assert made.metadata.shared <= MOST_SHARED_BYTES, (
         f"{kernel.__name__}: {made.metadata.shared} bytes of shared memory"
     )
-    print(kernel.__name__, signature, made.metadata.shared)
+    return made
+
+
+def multiples_of_16(argument, name, path, aligned):
+    """Returns Triton's attributes of the arrays and aligned numbers of an argument."""
+    if isinstance(argument, tuple):
+        found = {}
+        fields = inspect.signature(type(argument)).parameters
+        for at, (field, part) in enumerate(zip(fields, argument, strict=True)):
+            found |= multiples_of_16(part, field, (*path, at), aligned)
+        return found
+    is_array = isinstance(argument, str) and argument.startswith("*")
+    is_number = isinstance(argument, str) and name in aligned
+    return {path: [["tt.divisibility", 16]]} if is_array or is_number else {}
 
 
 def signature_of(argument, path, found):

@@ -47,8 +47,8 @@ def test_it_writes_rows_for_this_device(tmp_path, monkeypatch, capsys):
         (kernel, device) for kernel in list(small)[:2]
     }
     products = [
-        {"outputs": 48, "row_bytes": 48, "bits": 4},
-        {"outputs": 48, "row_bytes": 96, "bits": 8},
+        {"outputs": 48, "row_bytes": 48, "bits": 4, "group": 32},
+        {"outputs": 48, "row_bytes": 96, "bits": 8, "group": 96},
     ]
     assert [row.shape for row in made if row.kernel == "packed_linear"] == products
     assert capsys.readouterr().out.count('"ms"') == 5

@@ -1,0 +1,84 @@
+"""Steps that compile every kernel which later steps launch, run before the first request.
+
+Triton compiles a kernel for each combination of types, constants and absent arrays. Rows here write
+no keys: their slots are in the spare block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from octavo.executor.base import BackendOptions
+from octavo.executor.batch import SamplingBatch, StepBatch, mask_words, sampling_records
+from octavo.executor.kv import BLOCK_SIZE, SPLIT_KEYS
+
+PLAIN_AND_PACKED_ROWS = (1, 9, 70)
+"""Rows of steps for each way to multiply: a tile of 8 rows, tiles of 16, and more rows than tiles
+take.
+"""
+
+
+def warm_up_steps(
+    options: BackendOptions, num_groups: int, num_axes: int, vocab_size: int | None
+) -> Iterator[StepBatch]:
+    """Yields decode steps, steps of a prompt, and steps of both with and without a shared prefix.
+
+    With a `vocab_size` each is sampled greedily, and with and without cut-offs.
+    """
+    shared = min(options.max_context, 2 * SPLIT_KEYS + 1)
+    for most_rows in PLAIN_AND_PACKED_ROWS:
+        num = max(1, min(most_rows, options.max_requests, options.max_tokens))
+        for requests in (
+            [(1, 1)] * num,
+            [(1, shared)] * num,
+            [(min(most_rows + 1, options.max_tokens, options.max_context),) * 2],
+            [(1, 1), (2, 2)],
+            [(1, shared), (1, shared), (2, 2)],
+        ):
+            rows = sum(count for count, _ in requests)
+            if rows <= options.max_tokens and len(requests) <= options.max_requests:
+                batch = _step(requests, num_groups, num_axes)
+                if vocab_size is None:
+                    yield batch
+                else:
+                    yield from _sampled(batch, vocab_size)
+
+
+def _step(requests: list[tuple[int, int]], num_groups: int, num_axes: int) -> StepBatch:
+    """Returns a step of requests with these rows and contexts, all of block 0."""
+    starts = np.cumsum([0, *(rows for rows, _ in requests)]).astype(np.int32)
+    key_indices = np.concatenate([np.arange(end - rows, end) for rows, end in requests]).astype(
+        np.int32
+    )
+    contexts = np.array([context for _, context in requests], np.int32)
+    width = -(-int(contexts.max()) // BLOCK_SIZE)
+    return StepBatch(
+        token_ids=np.zeros(len(key_indices), np.int32),
+        key_indices=key_indices,
+        positions=np.broadcast_to(key_indices, (num_axes, len(key_indices))).copy(),
+        query_starts=starts,
+        context_lens=np.broadcast_to(contexts, (num_groups, len(contexts))).copy(),
+        slots=np.full((num_groups, len(key_indices)), -1, np.int32),
+        block_tables=np.zeros((num_groups, len(requests), width), np.int32),
+        sample_rows=starts[1:] - 1,
+    )
+
+
+def _sampled(batch: StepBatch, vocab_size: int) -> Iterator[StepBatch]:
+    count = len(batch.sample_rows)
+    none, starts = np.zeros(0, np.int32), np.zeros(count + 1, np.int32)
+    for fields in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2, "top_p": 0.5}):
+        sampling = SamplingBatch(
+            records=sampling_records(count, **fields),
+            history_starts=starts,
+            history_ids=none,
+            history_counts=none,
+            bias_starts=starts,
+            bias_ids=none,
+            bias_values=np.zeros(0, np.float32),
+            allowed_masks=np.zeros((0, mask_words(vocab_size)), np.uint32),
+        )
+        yield dataclasses.replace(batch, sampling=sampling)
