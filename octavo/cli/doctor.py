@@ -102,8 +102,11 @@ def _machine() -> Iterator[Finding]:
 
     machine = Machine()
     threads, free = machine.num_threads(), machine.available_bytes()
+    num_nodes = len(machine.nodes())
+    nodes = f", {num_nodes} NUMA nodes" if num_nodes > 1 else ""
     yield Finding(
-        "CPU", f"{machine.cpu_name()}, {threads} compute thread{'' if threads == 1 else 's'}"
+        "CPU",
+        f"{machine.cpu_name()}, {threads} compute thread{'' if threads == 1 else 's'}{nodes}",
     )
     yield Finding(
         "memory",

@@ -23,6 +23,7 @@ from octavo.cli.common.suggested_flags import TYPICAL_CONTEXT, suggested_flags
 from octavo.config.sizes import format_bytes, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
+    from octavo.cli.common.numa_advice import NumaAdvice
     from octavo.executor.base import Ceilings
     from octavo.executor.native.disk import DiskRates
     from octavo.wiring.plan import ModelPlan
@@ -117,8 +118,10 @@ def plan(
         return
     if model is None:
         raise ConfigError("plan: model required", hint="specify a model or --trace")
+    from octavo.cli.common.numa_advice import NumaAdvice
     from octavo.config.engine_config import EngineConfig
     from octavo.wiring.plan import plan_model
+    from octavo.worker.machine import Machine
 
     config = EngineConfig.from_options(**options, model=model)
     num_processes = config.backend.num_ranks * config.fleet.data_parallel_size
@@ -128,8 +131,10 @@ def plan(
     disk = _disk(model_plan, disk_bandwidth)
     if disk is not None:
         ceilings = replace(ceilings, disk=disk.in_order)
+    advice = NumaAdvice.of(model_plan, Machine().nodes(), ceilings.bandwidth)
+    own_options = options if advice is None else options | advice.options()
     report = PlanReport.of(
-        model_plan, ceilings, disk, suggested_flags(model_plan, memory_bytes, options)
+        model_plan, ceilings, disk, suggested_flags(model_plan, memory_bytes, own_options), advice
     )
     if json:
         import json as json_format
@@ -209,10 +214,16 @@ class PlanReport:
     """Suggested flags for `octavo serve`, including the given ones; [] if the model does not fit
     with any flags.
     """
+    numa: NumaAdvice | None
+    """Suggested layout on several NUMA nodes; None on one node or if the options set a layout."""
 
     @staticmethod
     def of(
-        model_plan: ModelPlan, ceilings: Ceilings, disk: DiskRates | None, flags: list[str]
+        model_plan: ModelPlan,
+        ceilings: Ceilings,
+        disk: DiskRates | None,
+        flags: list[str],
+        numa: NumaAdvice | None,
     ) -> PlanReport:
         from octavo.worker.capacity import PROCESS_BYTES
 
@@ -249,6 +260,7 @@ class PlanReport:
             split=_split(model_plan, ceilings),
             rows=list(_rows(model_plan, ceilings)),
             flags=flags,
+            numa=numa,
         )
 
     def _weights_text(self) -> str:
@@ -351,6 +363,8 @@ class PlanReport:
 
     def _try_lines(self) -> Iterator[str]:
         yield ""
+        if self.numa is not None:
+            yield f"NUMA: {self.numa.describe()}"
         yield (
             f"try: {shlex.join(['octavo', 'serve', self.model, *self.flags])}"
             if self.flags or not self.shortfall_bytes

@@ -10,6 +10,7 @@ from octavo.config.backend_options import (
 )
 from octavo.config.config_hooks import transfer_option
 from octavo.config.engine_config import EngineConfig
+from octavo.config.numa_nodes import parse_numa_nodes
 from octavo.config.rank_address import check_rank_secret, parse_rank_address
 
 MAX_ENGINES = 64
@@ -97,6 +98,12 @@ def _check_rank_address(config: EngineConfig) -> None:
 def _check_ranks(config: EngineConfig) -> None:
     option, num_ranks = config.backend.rank_option
     _check_rank_address(config)
+    parse_numa_nodes(config.backend.numa_bind_nodes)
+    if config.backend.numa_bind_nodes and config.backend.backend == "torch":
+        raise ConfigError(
+            "numa_bind_nodes: requires the native backend, got 'torch'",
+            hint="set backend to native, or start the server with numactl",
+        )
     if config.backend.pipeline_parallel_size > 1:
         _check_stages(config)
     if num_ranks == 1:

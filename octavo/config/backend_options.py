@@ -114,6 +114,16 @@ class BackendChoice:
         common=True,
         low=1,
     )
+    numa_bind_nodes: str | None = option(
+        None,
+        "Distributed",
+        "Run on these NUMA nodes, e.g. 0,1",
+        details="Native only. Ranks and data-parallel engines divide the nodes, and each allocates"
+        " its memory on its own. off: bind no process. By default, several processes divide all"
+        " nodes, and a single process uses all of them.",
+        derived="all nodes",
+        metavar="NODES",
+    )
 
     @property
     def num_ranks(self) -> int:

@@ -83,6 +83,7 @@ from octavo.worker.loaded_model import (
 from octavo.worker.lora.adapter_numbers import describe_lora_dtype
 from octavo.worker.machine import Machine
 from octavo.worker.memory import SAFE_SHARE
+from octavo.worker.numa import bind, chosen_nodes
 from octavo.worker.sampling.draft_sampling import DraftVocabulary
 from octavo.worker.stages.stage_link import get_stage
 
@@ -175,10 +176,16 @@ def derive_from(
     derived = derive(
         config,
         model_context_tokens=context_tokens,
-        num_threads=Machine().num_threads(),
+        num_threads=_num_threads(config),
         backend=config.backend.backend or default_backend(),
     )
     return with_forced_drafts(derived, program), info
+
+
+def _num_threads(config: EngineConfig) -> int:
+    """Returns the cores of the chosen NUMA nodes."""
+    machine = Machine()
+    return machine.num_threads(chosen_nodes(machine, config.backend.numa_bind_nodes))
 
 
 def load_model(
@@ -187,6 +194,9 @@ def load_model(
     """Loads the complete model, or one rank's part of it."""
     config, (whole, *encoders) = model.config, model.programs()
     connections = connections or RankConnections()
+    if config.backend.backend == "native":
+        options = config.backend
+        bind(Machine(), options.numa_bind_nodes, connections.rank, options.num_ranks)
     link, ranks = connections.link, connections.ranks
     own = get_rank_program(config, model.checkpoint, whole, connections.rank, connections.engine)
     own = transform_part(config, model.checkpoint, with_adapter_sites(config, own, whole))

@@ -15,6 +15,7 @@ from octavo.wiring.budget import share_memory
 from octavo.wiring.model import Model
 from octavo.wiring.plan import plan_model
 from octavo.worker.machine import Machine
+from octavo.worker.numa import chosen_nodes, process_nodes
 
 if TYPE_CHECKING:
     from octavo.engine.clients.fleet import FleetClient
@@ -96,8 +97,16 @@ def _start_core(
 
 def _own_options(model: Model, index: int) -> dict[str, Any]:
     """Returns the options that differ between data-parallel engines."""
-    record = model.config.observe.record
-    return {"record": None if record is None else f"{record}.engine{index}"}
+    record, options = model.config.observe.record, model.config.backend
+    own = {"record": None if record is None else f"{record}.engine{index}"}
+    if options.backend != "native" or options.numa_bind_nodes == "off":
+        return own
+    machine, num_engines = Machine(), model.config.fleet.data_parallel_size
+    nodes = chosen_nodes(machine, options.numa_bind_nodes)
+    if len(nodes) == len(machine.nodes()) == 1:
+        return own
+    engine_nodes = process_nodes(nodes, index, num_engines)
+    return own | {"numa_bind_nodes": ",".join(str(node.index) for node in engine_nodes)}
 
 
 def _shared_options(model: Model, num_engines: int) -> dict[str, Any]:

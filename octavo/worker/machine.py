@@ -1,15 +1,17 @@
-"""Compute threads and memory available to this process, under affinity masks, control groups (v1
-and v2) and `ulimit -v`.
+"""Compute threads, NUMA nodes and memory available to this process, under affinity masks, control
+groups (v1 and v2) and `ulimit -v`.
 
 Read-only. Every path is below `root`, so tests can simulate other machines. Source: the kernel
-documentation of cgroup-v1, cgroup-v2, sysfs.
+documentation of cgroup-v1, cgroup-v2, sysfs. On macOS: sysctl(3), vm_stat(1).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,26 +19,99 @@ UNLIMITED_BYTES = 1 << 60
 """Limits from here on count as no limit: cgroup v1 reports "no limit" as a number near 2^63."""
 
 
+ARM_CORES = {
+    (0x41, 0xD03): "Cortex-A53",
+    (0x41, 0xD08): "Cortex-A72",
+    (0x41, 0xD0B): "Cortex-A76",
+    (0x41, 0xD0C): "Neoverse N1",
+    (0x41, 0xD40): "Neoverse V1",
+    (0x41, 0xD49): "Neoverse N2",
+    (0x41, 0xD4F): "Neoverse V2",
+    (0x41, 0xD84): "Neoverse V3",
+    (0x41, 0xD8E): "Neoverse N3",
+    (0xC0, 0xAC3): "AmpereOne",
+}
+"""Names by implementer and part number, since Linux reports only these. Source: util-linux,
+lscpu-arm.c.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """CPUs with memory of their own. `cpus` are hardware threads."""
+
+    index: int
+    cpus: frozenset[int]
+    num_cores: int
+    num_bytes: int | None
+    """Memory of the node; None if the system does not report it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Resources of the machine that are available to this process."""
+    """Resources of the machine that are available to this process.
+
+    `affinity`: CPUs that the process may use; None: those of its affinity mask.
+    """
 
     root: Path = Path("/")
+    affinity: frozenset[int] | None = None
 
-    def num_threads(self) -> int:
-        """Returns the number of physical cores in the affinity mask, or the CPU quota of the
-        control groups if lower; at least 1.
+    def num_threads(self, nodes: Sequence[NumaNode] | None = None) -> int:
+        """Returns the number of physical cores in the affinity mask, or of these nodes, or the CPU
+        quota of the control groups if lower; at least 1. On macOS, performance cores only.
         """
-        limits = [float(self._num_physical_cores()), *self._cpu_quotas()]
-        return max(1, int(min(limits)))
+        num_cores = (
+            self._num_physical_cores(self._cpus())
+            if nodes is None
+            else sum(node.num_cores for node in nodes)
+        )
+        return max(1, int(min([float(num_cores), *self._cpu_quotas()])))
+
+    def nodes(self) -> list[NumaNode]:
+        """Returns the NUMA nodes that have CPUs for this process; one node if the system reports
+        none.
+        """
+        cpus, nodes = self._cpus(), []
+        for path in (self.root / "sys/devices/system/node").glob("node[0-9]*"):
+            own = cpus & _parse_cpu_list(_read(path / "cpulist") or "")
+            total = re.search(r"MemTotal:\s+(\d+) kB", _read(path / "meminfo") or "")
+            num_bytes = None if total is None else int(total[1]) * 1024
+            if own:
+                num_cores = self._num_physical_cores(own)
+                nodes.append(NumaNode(int(path.name[4:]), own, num_cores, num_bytes))
+        nodes.sort(key=lambda node: node.index)
+        return nodes or [NumaNode(0, cpus, self._num_physical_cores(cpus), None)]
+
+    def caches(self) -> list[list[frozenset[int]]]:
+        """Returns the hardware threads of each core, by third-level cache, node by node."""
+        caches: dict[tuple[int, str], set[frozenset[int]]] = {}
+        for node in self.nodes():
+            for cpu in node.cpus:
+                path = self.root / f"sys/devices/system/cpu/cpu{cpu}/cache/index3/shared_cpu_list"
+                core = _parse_cpu_list(self._get_core(cpu)) & node.cpus or frozenset({cpu})
+                caches.setdefault((node.index, _read(path) or ""), set()).add(core)
+        by_node = sorted(caches.items(), key=lambda item: (item[0][0], min(map(min, item[1]))))
+        return [sorted(cores, key=min) for _, cores in by_node]
 
     def cpu_name(self) -> str:
         """Returns the processor's model name."""
-        for line in (_read(self.root / "proc/cpuinfo") or "").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-        return "unnamed CPU"
+        if self._is_macos():
+            return _sysctl("machdep.cpu.brand_string") or "unnamed CPU"
+        fields = {
+            name.strip(): value.strip()
+            for name, _, value in (
+                line.partition(":")
+                for line in (_read(self.root / "proc/cpuinfo") or "").splitlines()
+            )
+        }
+        if "model name" in fields:
+            return fields["model name"]
+        implementer, part = fields.get("CPU implementer"), fields.get("CPU part")
+        if implementer is None or part is None:
+            return "unnamed CPU"
+        name = ARM_CORES.get((int(implementer, 16), int(part, 16)))
+        return name or f"ARM implementer {implementer} part {part}"
 
     def available_bytes(self) -> int | None:
         """Returns the memory that can be allocated without swapping or being killed. Returns None
@@ -53,14 +128,24 @@ class Machine:
         ]
         return max(0, min(limits)) if limits else None
 
-    def _num_physical_cores(self) -> int:
-        cpus = (
-            os.sched_getaffinity(0)
-            if hasattr(os, "sched_getaffinity")
-            else set(range(os.cpu_count() or 1))
-        )
-        cores = {self._get_core(cpu) for cpu in cpus}
-        return len(cores)
+    def _is_macos(self) -> bool:
+        return sys.platform == "darwin" and self.root == Path("/")
+
+    def _cpus(self) -> frozenset[int]:
+        """Returns the hardware threads that this process may use, without offline ones."""
+        cpus = self.affinity
+        if cpus is None and hasattr(os, "sched_getaffinity"):
+            cpus = frozenset(os.sched_getaffinity(0))
+        if cpus is None:
+            cpus = frozenset(range(os.cpu_count() or 1))
+        online = _parse_cpu_list(_read(self.root / "sys/devices/system/cpu/online") or "")
+        return cpus & online or cpus
+
+    def _num_physical_cores(self, cpus: frozenset[int]) -> int:
+        if self._is_macos():
+            fast = _sysctl("hw.perflevel0.physicalcpu") or _sysctl("hw.physicalcpu")
+            return int(fast) if fast else len(cpus)
+        return len({self._get_core(cpu) for cpu in cpus})
 
     def _get_core(self, cpu: int) -> str:
         """Returns a key that is equal for the hardware threads of one core."""
@@ -83,6 +168,8 @@ class Machine:
                 yield quota / period
 
     def _free_bytes(self) -> int | None:
+        if self._is_macos():
+            return _parse_vm_stat(_output_of("vm_stat"))
         for line in (_read(self.root / "proc/meminfo") or "").splitlines():
             name, _, value = line.partition(":")
             if name == "MemAvailable":
@@ -136,6 +223,36 @@ class Machine:
             while group not in (base, mount):
                 group = group.parent
                 yield group
+
+
+def _parse_cpu_list(text: str) -> frozenset[int]:
+    """Returns the CPUs of a list such as "0-3,8"."""
+    cpus: set[int] = set()
+    for part in text.replace("\n", ",").split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdecimal():
+            cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def _parse_vm_stat(text: str) -> int | None:
+    """Returns the bytes of free pages and of those that macOS reclaims without swapping."""
+    page = re.search(r"page size of (\d+) bytes", text)
+    kinds = r"^Pages (?:free|inactive|speculative|purgeable): +(\d+)"
+    counts = re.findall(kinds, text, re.MULTILINE)
+    return int(page[1]) * sum(map(int, counts)) if page and counts else None
+
+
+def _sysctl(name: str) -> str:
+    """Returns a value of sysctl(3); "" if the system does not know it."""
+    return _output_of("sysctl", "-n", name)
+
+
+def _output_of(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _read(path: Path) -> str | None:

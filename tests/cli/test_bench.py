@@ -134,3 +134,17 @@ def test_what_does_not_fit_the_context_is_refused(octavo, tiny):
 def test_percentiles_by_nearest_rank():
     assert percentiles(value / 1000 for value in range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
     assert percentiles(iter([0.001])) == {"p50": 1, "p90": 1, "p99": 1}
+
+
+def test_a_report_is_a_table_to_paste(octavo, tiny):
+    ended = octavo("bench", "report", *tiny, "--rounds=1")
+    assert ended.code == 0, ended.err
+    head, rule, *rows = ended.out.splitlines()
+    assert (head, rule) == ("| | |", "|---|---|")
+    cells = dict(row.strip("| ").split(" | ") for row in rows)
+    assert cells["threads"] == "1"
+    assert cells["backend"].startswith("native, level ")
+    assert cells["memory read"].endswith(" GB/s")
+    assert cells["one stream of 128 + 128 tokens"].endswith(" output tokens/s")
+    assert cells["32 streams of 128 + 128 tokens"].endswith(" output tokens/s")
+    assert cells["prompt of 255 tokens"].endswith(" prompt tokens/s"), "the context has 256"

@@ -19,7 +19,7 @@ from octavo.config.sizes import format_bytes
 from octavo.executor.native.backend import NativeBackend
 from octavo.executor.native.disk import measure_disk
 from octavo.wiring.engine import build_in_process
-from octavo.worker.machine import Machine
+from octavo.worker.machine import Machine, NumaNode
 from tests.support.tiny_details import WIDTHS_OF_32
 from tests.support.tiny_encoders import save_encoder
 from tests.support.tiny_images import FAMILIES, seeing_model
@@ -274,6 +274,18 @@ def test_for_people(octavo, config):
     assert "llama, 8,030 M parameters, context 131,072" in out
     assert "weights           15.0 GiB  16.0 bits per parameter, mostly bf16" in out
     assert f"try: octavo serve {config} --kv-cache-memory-bytes=" in out
+
+
+def test_two_nodes_get_an_engine_each(octavo, config, monkeypatch):
+    """Weights of 16 GB fit in a node of 64 GiB, but not in one of 16 GiB."""
+    for gibibytes, flag in ((64, "--data-parallel-size 2"), (16, "--tensor-parallel-size 2")):
+        nodes = [NumaNode(index, frozenset(), 48, gibibytes << 30) for index in range(2)]
+        monkeypatch.setattr(Machine, "nodes", lambda self, nodes=nodes: nodes)
+        plan = octavo("plan", str(config), *GIVEN, "--memory=512GiB").out
+        assert "NUMA: 2 nodes of 48 cores: one " in plan
+        assert flag in plan.splitlines()[-1]
+    given = octavo("plan", str(config), *GIVEN, "--memory=512GiB", "--tensor-parallel-size=2").out
+    assert "NUMA" not in given, "a layout that is given is kept"
 
 
 def test_measured_here(octavo):
