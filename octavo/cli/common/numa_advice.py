@@ -70,12 +70,7 @@ class NumaAdvice:
 
     def describe(self) -> str:
         rates = ", ".join(
-            f"{name} {self.steps_per_s[layout]:,.1f}"
-            for layout, name in (
-                ("process", "one process"),
-                ("ranks", "ranks"),
-                ("engines", "engines"),
-            )
+            f"{layout} {steps_per_s:,.1f}" for layout, steps_per_s in self.steps_per_s.items()
         )
         return (
             f"{self.num_nodes} nodes of {self.cores_per_node} cores:"
