@@ -33,9 +33,11 @@ WIDTH, NUM_LAYERS, RANK = 576, 30, 4
 
 
 def put(folder: Path, name: str, family: str = "llama", **config: Any) -> str:
-    """Saves a tiny model with a tokenizer; returns its path for a command."""
+    """Saves a tiny model with a tokenizer and short responses; returns its path for a command."""
     shutil.copytree(tiny_model(family, **config).path, folder / name, dirs_exist_ok=True)
     save_tiny_tokenizer(folder / name)
+    defaults = json.dumps({"max_new_tokens": 16, "eos_token_id": 2})
+    (folder / name / "generation_config.json").write_text(defaults)
     return f"./{name}"
 
 
