@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.api.errors import ConfigError, SetupError, UnsupportedModel, WeightMismatch
 from octavo.checkpoint.formats.format import prefix_errors
 from octavo.checkpoint.formats.table import quantized_format, with_quantization
 from octavo.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
+from octavo.checkpoint.gguf.mmproj import MmprojCheckpoint, find_mmproj, is_mmproj_name
 from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.checkpoint.model_file import PART_NAME
 from octavo.checkpoint.nested_config import with_text_config
@@ -19,6 +20,8 @@ from octavo.checkpoint.safetensors import SafetensorsCheckpoint
 from octavo.checkpoint.sentence_modules import with_pooling
 
 FORMATS = {"bfloat16": "BF16", "float16": "F16"}
+
+Header = TypeVar("Header", bound=ModelHeader)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -40,7 +43,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if (path / "config.json").exists():
         return SafetensorsCheckpoint(path)
-    files = sorted(path.glob("*.gguf"))
+    files = sorted(file for file in path.glob("*.gguf") if not is_mmproj_name(file))
     if len(files) == 1 or (files and all(map(_make_part_test(files[0]), files))):
         return GgufCheckpoint(files[0])
     if files:
@@ -48,6 +51,46 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path}: holds {len(files)} .gguf files", hint=f"specify one of them, e.g. {files[0]}"
         )
     raise no_weights(f"{path}: holds neither config.json with *.safetensors nor a .gguf file", path)
+
+
+def with_tower_file(header: Header, mmproj: Path | None) -> Header | MmprojCheckpoint:
+    """Returns a GGUF checkpoint with the vision tower of the `mmproj` file; None: of the file
+    beside the model, if it is this model's. Other checkpoints are returned unchanged.
+
+    Raises ConfigError if the model is in another format, SetupError if the given tower does not
+    fit.
+    """
+    is_gguf = isinstance(header, GgufCheckpoint)
+    if mmproj is not None and not is_gguf:
+        raise ConfigError(
+            f"mmproj: got {mmproj} with {header.path}, which is not a GGUF file",
+            hint="remove mmproj: models in other formats contain their vision tower",
+        )
+    if not is_gguf:
+        return header
+    if mmproj is not None:
+        return MmprojCheckpoint(header.path, mmproj)
+    found = find_mmproj(header.path)
+    try:
+        return header if found is None else MmprojCheckpoint(header.path, found)
+    except SetupError:
+        return header
+
+
+def describe_tower_file(header: ModelHeader) -> str:
+    """Returns a message about the mmproj file that is used, or found but not used; "" if there is
+    none.
+    """
+    if isinstance(header, MmprojCheckpoint):
+        return f"images are read with {header.mmproj.name}"
+    found = find_mmproj(header.path) if isinstance(header, GgufCheckpoint) else None
+    if found is None:
+        return ""
+    try:
+        MmprojCheckpoint(header.path, found)
+    except SetupError as error:
+        return f"{found.name} is not used: {error.message}"
+    return f"{found.name} is not used"
 
 
 def _hint_of_file(path: Path) -> str | None:

@@ -21,6 +21,15 @@ class ModelOptions:
         " file, or a model on Hugging Face: OWNER/REPO, OWNER/REPO:QUANT or OWNER/REPO/FILE.gguf.",
         common=True,
     )
+    mmproj: str | None = option(
+        None,
+        "Model",
+        "Load the vision tower of a GGUF model from this file",
+        details="A path, or OWNER/REPO/FILE.gguf on Hugging Face; none: load the language model"
+        " alone. See [GGUF](../guides/gguf-and-tools.md).",
+        derived="the mmproj file beside the model",
+        metavar="FILE",
+    )
     tokenizer: str | None = option(
         None, "Model", "Load the tokenizer from this path", derived="the model's", metavar="PATH"
     )
@@ -164,11 +173,12 @@ class MediaOptions:
     """Options of images in prompts."""
 
     max_images: int = option(16, "Multimodal", "Accept at most N images per prompt", low=1)
-    max_image_tokens: int = option(
-        2048,
+    max_image_tokens: int | None = option(
+        None,
         "Multimodal",
         "Resize larger images to N tokens",
         details="Applies to models that preserve the aspect ratio.",
+        derived="the model's longest edge, squared; without one, 2048",
         low=1,
     )
     max_image_bytes: int = option(

@@ -21,6 +21,9 @@ STANDARD: Colors = ((0.5,) * 3, (0.5,) * 3)
 CLIP: Colors = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 """Means and standard deviations of colors for SigLIP and for CLIP."""
 
+MAX_TOKENS = 2048
+"""Most tokens of an image of a model without a longest edge."""
+
 MAX_TILES = 1024
 """Upper bound of the tiles of an image."""
 
@@ -78,7 +81,7 @@ def image_rules(
     *,
     side: int | None,
     multiple: int,
-    max_tokens: int,
+    max_tokens: int | None = None,
     resize: Resize | None = None,
     resolutions: tuple[tuple[int, int], ...] = (),
 ) -> ImageRules:
@@ -86,7 +89,8 @@ def image_rules(
     file.
 
     `side` and `multiple` are the tower's; an image that keeps its aspect ratio has at most
-    `max_tokens` tokens. Without `resize`, images are scaled to `side`, or within an area.
+    `max_tokens` tokens (None: as many as a square of the longest edge, or `MAX_TOKENS`). Without
+    `resize`, images are scaled to `side`, or within an area.
     """
     config = config.get("image_processor", config)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
@@ -99,6 +103,9 @@ def image_rules(
     if isinstance(size, int):
         size = {"shortest_edge": size}
     (mean, std), resample = DEFAULTS[resize]
+    edge = EDGES[resize](config, size, side)
+    if max_tokens is None:
+        max_tokens = (-(-edge // multiple)) ** 2 if resize == "longest_edge" else MAX_TOKENS
     low = config.get("min_pixels") or size.get("shortest_edge") or 56 * 56
     high = config.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
     if resize != "area":
@@ -109,7 +116,7 @@ def image_rules(
         multiple=multiple,
         min_pixels=_number("min_pixels", low),
         max_pixels=min(_number("max_pixels", high), max_tokens * multiple**2),
-        edge=EDGES[resize](config, size, side),
+        edge=edge,
         num_tiles=_num_tiles(config, resize),
         resolutions=resolutions,
         resample=config.get("resample", resample),

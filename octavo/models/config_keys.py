@@ -69,10 +69,11 @@ RUNTIME = _names("""
 """Kernel and output options of other software, and token ids that the tokenizer defines."""
 
 READ_ELSEWHERE = _names("""
-    compression_config dtype has_own_head is_encoder_decoder is_matryoshka matryoshka_dimensions
-    max_position_embeddings max_seq_len max_sequence_length model_max_length model_type n_ctx
-    n_positions padded_vocab_size pooling quantization_config sbert_ce_default_activation_function
-    sentence_transformers seq_length text_model_type torch_dtype vocab_size
+    compression_config dtype has_own_head image_processor is_encoder_decoder is_matryoshka
+    matryoshka_dimensions max_position_embeddings max_seq_len max_sequence_length model_max_length
+    model_type n_ctx n_positions padded_vocab_size pooling quantization_config
+    sbert_ce_default_activation_function sentence_transformers seq_length text_model_type
+    torch_dtype vocab_size
 """)
 """Keys read outside of the families: context, vocabulary, dtype and weight format, pooling and its
 activation."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.checkpoint.dummy import DummyWeights
@@ -201,15 +202,25 @@ def _folder(checkpoint: ModelHeader) -> Path:
 
 
 def _rules(config: EngineConfig, checkpoint: ModelHeader, layout: ImageLayout) -> ImageRules:
-    file = rules_file(_folder(checkpoint))
     return image_rules(
-        {} if file is None else read_json(file),
+        _processor_config(checkpoint),
         side=layout.side,
         multiple=layout.multiple,
         max_tokens=config.media.max_image_tokens,
         resize=layout.resize,
         resolutions=layout.resolutions,
     )
+
+
+def _processor_config(checkpoint: ModelHeader) -> dict[str, Any]:
+    """Returns the contents of preprocessor_config.json; {} without the file. A GGUF tower's header
+    contains them.
+    """
+    file = rules_file(_folder(checkpoint))
+    own: dict[str, Any] | None = checkpoint.config.get("image_processor")
+    if own is not None:
+        return own
+    return {} if file is None else read_json(file)
 
 
 def _prefix(

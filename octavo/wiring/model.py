@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 from octavo.api.errors import ConfigError
-from octavo.checkpoint.catalogue import resolve, resolve_header
+from octavo.checkpoint.catalogue import resolve_header
 from octavo.checkpoint.dummy import DummyCheckpoint, DummyWeights
 from octavo.checkpoint.local_models import get_quantization
-from octavo.checkpoint.open import open_checkpoint, open_header
+from octavo.checkpoint.open import describe_tower_file, open_header
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.checkpoint.tensor_check import check_tensors
 from octavo.checkpoint.weights import WeightReader, loaded_formats
@@ -42,13 +42,14 @@ from octavo.program.passes.experts import check_experts, share_experts
 from octavo.program.passes.features import FEATURES
 from octavo.program.passes.shard import shard
 from octavo.program.passes.stages import stages
-from octavo.program.program import Program, Weight
+from octavo.program.program import CacheGroup, Program, Weight
 from octavo.text.ports import Grammars, Tokenizer
 from octavo.utils.progress import Report
 from octavo.utils.version import __version__
 from octavo.wiring.adapters import adapter_store, with_adapter_sites
 from octavo.wiring.backend import backend_with, build_backend
 from octavo.wiring.images import load_tower, tower_programs, with_tower
+from octavo.wiring.model_files import open_model_files
 from octavo.wiring.model_hooks import (
     SideProgram,
     model_hooks,
@@ -134,7 +135,7 @@ def open_model(config: EngineConfig) -> Model:
     if config.model.load_format == "dummy":
         checkpoint: Checkpoint = DummyCheckpoint(open_header(resolve_header(name)))
     else:
-        checkpoint = open_checkpoint(resolve(name, progress=True))
+        checkpoint = open_model_files(config.model)
     set_score_tokens(config.model, checkpoint)
     config, info = derive_from(config, checkpoint, checkpoint.names())
     for hooks in model_hooks():
@@ -230,7 +231,7 @@ def load_model(
         footprint = add_footprints(footprint, backend.footprint(encoder, formats), "encoder")
     make_backend = partial(backend_with, config=config, ranks=None)
     footprint = with_tower(config, model.checkpoint, footprint, backend.options, make_backend)
-    _check_cache(config, backend, footprint, whole)
+    _check_cache(config, backend, footprint, complete_groups(whole, own))
     rows = make_input_batch(config, backend.options, own, grammars)
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
@@ -391,8 +392,15 @@ def _weights_key(model: Model) -> str:
     return fingerprint(parts, checkpoint.weight_files, cache=open_state_home()).hex()
 
 
+def complete_groups(whole: Program, own: Program) -> tuple[CacheGroup, ...]:
+    """Returns the cache groups of the complete model, and those of the drafts of a rank's Program,
+    which every rank stores completely.
+    """
+    return (*whole.groups, *own.groups[len(whole.groups) :])
+
+
 def _check_cache(
-    config: EngineConfig, backend: Backend, footprint: Footprint, whole: Program
+    config: EngineConfig, backend: Backend, footprint: Footprint, groups: Sequence[CacheGroup]
 ) -> None:
     """Raises ConfigError if the model or the backend does not support the KV options."""
     if config.cache.kv_layout == "virtual" and not backend.allocates_on_demand:
@@ -402,7 +410,7 @@ def _check_cache(
         )
     for hooks in model_hooks():
         hooks.check_backend(config, backend)
-    check_tiers(config, footprint.kv_layouts, whole.groups)
+    check_tiers(config, footprint.kv_layouts, groups)
 
 
 def _check_fits(
@@ -432,7 +440,8 @@ def _check_fits(
     unread = describe_unread(config.scheduler.spec_method, model.checkpoint)
     larger = _describe_larger(model, sum(footprint.weight_bytes.values()))
     adapters = describe_lora_dtype(config.lora.lora_dtype) if config.lora.enable_lora else ""
-    for line in filter(None, (*of_extensions, adapters, unread, larger)):
+    tower = describe_tower_file(model.checkpoint)
+    for line in filter(None, (*of_extensions, adapters, unread, larger, tower)):
         report(line)
     report(
         f"loading {name}: weights {format_bytes(sum(footprint.weight_bytes.values()))}{where}"

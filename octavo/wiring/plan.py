@@ -23,6 +23,7 @@ from octavo.wiring.model import (
     get_loaded_formats,
     get_rank_program,
 )
+from octavo.wiring.model_files import with_mmproj
 from octavo.wiring.model_hooks import model_hooks, transform, transform_part
 from octavo.wiring.score_tokens import set_score_tokens
 from octavo.wiring.speculation.draft import add_footprints
@@ -45,7 +46,7 @@ class ModelPlan:
 
 def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     """Estimates the memory use out of `memory_bytes`, and the arithmetic per token."""
-    header = open_header(resolve_header(config.model.model))
+    header = with_mmproj(config.model, open_header(resolve_header(config.model.model)))
     set_score_tokens(config.model, header)
     config, info = derive_from(config, header)
     for hooks in model_hooks():

@@ -202,9 +202,9 @@ def test_a_whole_command_line(octavo, tiny):
 
 
 def test_a_flag_without_a_counterpart_is_explained(octavo):
-    ended = octavo("run", "hi", "--mmproj", "x.gguf")
+    ended = octavo("run", "hi", "--hf-file", "x.gguf")
     assert ended.code == 2
     assert ended.err.splitlines() == [
-        "octavo: --mmproj: a flag of llama.cpp, not of Octavo",
-        "hint: images need a checkpoint as Hugging Face saves it; see docs/guides/images.md",
+        "octavo: --hf-file: a flag of llama.cpp, not of Octavo",
+        "hint: name the file with the model: OWNER/REPO/FILE.gguf",
     ]

@@ -249,6 +249,14 @@ def test_rules_that_are_not_followed_are_refused_by_name(given):
         image_rules(given, side=None, multiple=FACTOR, max_tokens=100)
 
 
+def test_an_image_has_the_tokens_that_its_model_allows() -> None:
+    """Mistral Small 3.1 reads images of 1,540 pixels in 55 x 55 tokens."""
+    given = {"size": {"longest_edge": 1540}}
+    by_edge = image_rules(given, side=None, multiple=28, resize="longest_edge")
+    assert by_edge.max_pixels == 3025 * 28**2
+    assert image_rules({"max_pixels": 1 << 30}, side=None, multiple=28).max_pixels == 2048 * 28**2
+
+
 def test_without_pillow_an_image_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(

@@ -208,6 +208,10 @@ _DEEPSEEK_V2 = Family(
     },
 )
 """Older files have attn_kv_b; newer ones have its transposed keys and its values."""
+_QWEN2 = Family("qwen2", qwen_config, TOP, _BLOCK)
+_QWEN3 = Family("qwen3", qwen_config, TOP, _BLOCK | _HEAD_NORMS)
+_QWEN3_MOE = Family("qwen3_moe", qwen3_moe_config, TOP, _BLOCK | _HEAD_NORMS | EXPERTS)
+"""Text needs no M-RoPE: its positions are equal on all axes."""
 _OLMO2 = Family("olmo2", rms_config, TOP, _BLOCK | _HEAD_NORMS | _NORMS_AFTER)
 
 FAMILIES: dict[str, Family] = {
@@ -215,11 +219,14 @@ FAMILIES: dict[str, Family] = {
     **DELTA_FAMILIES,
     **ENCODER_FAMILIES,
     "llama": replace(_LLAMA, variants=((has_experts, _MIXTRAL),)),
-    "qwen2": Family("qwen2", qwen_config, TOP, _BLOCK),
+    "qwen2": _QWEN2,
+    "qwen2vl": _QWEN2,
     "qwen2moe": Family("qwen2_moe", qwen2_moe_config, TOP, _BLOCK | EXPERTS | SHARED_EXPERT),
-    "qwen3moe": Family("qwen3_moe", qwen3_moe_config, TOP, _BLOCK | _HEAD_NORMS | EXPERTS),
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vlmoe": _QWEN3_MOE,
     "olmoe": Family("olmoe", olmoe_config, TOP, _BLOCK | _HEAD_NORMS | EXPERTS),
-    "qwen3": Family("qwen3", qwen_config, TOP, _BLOCK | _HEAD_NORMS),
+    "qwen3": _QWEN3,
+    "qwen3vl": _QWEN3,
     "gemma": Family("gemma", gemma_config, TOP, _BLOCK, norm_offset=1.0),
     "gemma2": Family("gemma2", gemma2_config, TOP, _BLOCK | _NORMS_AROUND, norm_offset=1.0),
     "gemma3": Family(

@@ -73,6 +73,8 @@ LLAMA_ROWS = (
     sampling("--presence-penalty", "presence_penalty"),
     sampling("--frequency-penalty", "frequency_penalty"),
     sampling("-n --predict --n-predict --num-predict", "max_tokens", positive),
+    rename(LLAMA, "-mm", "--mmproj"),
+    switch(LLAMA, "--no-mmproj --no-mmproj-auto", "--mmproj=none"),
     switch(LLAMA, "--usage", "--help"),
     switch(LLAMA, "--log-jsonl", "--log-format=json"),
     switch(LLAMA, "--no-cache-prompt", "--no-enable-prefix-caching"),
@@ -321,13 +323,6 @@ LLAMA_ROWS = (
         "--skip-chat-parsing --no-skip-chat-parsing",
         "give --reasoning-parser none, and remove tools of the request",
     ),
-    refuse(
-        LLAMA,
-        "value",
-        "-mm --mmproj",
-        "images need a checkpoint as Hugging Face saves it; see docs/guides/images.md",
-    ),
-    refuse(LLAMA, "nothing", "--no-mmproj --no-mmproj-auto", "leave the flag out"),
     refuse(
         LLAMA,
         "value",
