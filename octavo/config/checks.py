@@ -179,7 +179,6 @@ def _check_speculation(config: EngineConfig) -> None:
     if options.spec_method not in PROGRAM_METHODS:
         return
     others = {
-        config.backend.rank_option[0]: config.backend.num_stage_ranks > 1,
         "weights_memory_bytes": config.offload.weights_memory_bytes is not None,
         "kv_cache": not config.cache.kv_cache,
     }

@@ -212,16 +212,50 @@ PLAIN = Frame()
 """Llama's frame."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionLayer:
-    """A multi-token-prediction layer after a family's last one."""
+    """A multi-token-prediction layer after a family's last one: x = projection(norm(embedding),
+    norm(hidden state)), then a layer of the family.
+    """
 
     shape: DecoderShape
-    """Shape of the model; its number of layers is this layer's index."""
+    """Shape of the model."""
     group: CacheGroup
     """Cache group of this layer."""
     attention: Sublayer
     mlp: Sublayer
+    module: str
+    """Module of the layer's own tensors."""
+    layer: str
+    """Module of the norms of the family's layer."""
+    number: int
+    """Number that `attention` and `mlp` take."""
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    final_norm: str = "shared_head.norm"
+    embedding: str = "embed_tokens"
+    head: str = "shared_head.head"
+    norm: Norm | None = None
+    """Norm constructor; None: RMS norm."""
+    returns_normed: bool = False
+    """Whether the next draft token reads the layer's output after `final_norm`."""
+
+    @staticmethod
+    def behind_last(
+        shape: DecoderShape, group: CacheGroup, attention: Sublayer, mlp: Sublayer
+    ) -> PredictionLayer:
+        """Returns a layer that is stored as the one after the last (DeepSeek)."""
+        module = f"model.layers.{shape.num_layers}"
+        return PredictionLayer(
+            shape=shape,
+            group=group,
+            attention=attention,
+            mlp=mlp,
+            module=module,
+            layer=module,
+            number=shape.num_layers,
+        )
 
 
 def build_decoder(

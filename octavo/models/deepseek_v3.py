@@ -41,7 +41,9 @@ def prediction_layer(config: HfConfig) -> PredictionLayer:
     """Returns the multi-token-prediction layer."""
     shape = DecoderShape.read(config)
     attention = LatentAttention.read(config, shape.num_heads)
-    return PredictionLayer(shape, attention.group(1), attention, DeepseekMlp.read(config))
+    return PredictionLayer.behind_last(
+        shape, attention.group(1), attention, DeepseekMlp.read(config)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

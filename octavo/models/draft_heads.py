@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.api.errors import UnsupportedModel
 from octavo.models.config_keys import refuse_unread
-from octavo.models.decoder import DecoderShape, LayerCache, PredictionLayer
+from octavo.models.decoder import DecoderShape, LayerCache, PredictionLayer, rms_norm
 from octavo.models.hf_config import HfConfig
 from octavo.models.mlps import gated_mlp
 from octavo.models.rope import rope_parameters
@@ -27,8 +27,18 @@ from octavo.program.passes.features import FEATURES, PREVIOUS, Features, feature
 from octavo.program.passes.stages import layer_inputs
 from octavo.program.program import CacheGroup, Op, Program, Value, Weight
 
-MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
-"""Families that define `prediction_layer`."""
+MTP_FAMILIES: Mapping[str, str] = {
+    "deepseek_v3": "num_nextn_predict_layers",
+    "glm4_moe": "num_nextn_predict_layers",
+    "qwen3_5": "mtp_num_hidden_layers",
+    "qwen3_5_moe": "mtp_num_hidden_layers",
+    "qwen3_5_moe_text": "mtp_num_hidden_layers",
+    "qwen3_5_text": "mtp_num_hidden_layers",
+    "qwen3_next": "",
+}
+"""Families that define `prediction_layer`, and the config key with the number of layers; "": no
+key, the tensors tell.
+"""
 KV = "full"
 """Name of an EAGLE-3 head's KV group."""
 
@@ -43,6 +53,8 @@ class DraftHead:
     """Hidden states that the model has to write for the head."""
     shared: frozenset[Weight] = frozenset()
     """Weights of `program` that are shared with the model."""
+    module: str = ""
+    """Prefix of the names of its tensors in the model's checkpoint."""
     id_offsets: str = ""
     """Tensor of offsets that map the head's token ids to the model's; "" if they are the same."""
 
@@ -59,32 +71,37 @@ def get_embedding(program: Program) -> Embedding:
 def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str]) -> DraftHead:
     """Builds the MTP head of a checkpoint; `names` are its tensors."""
     hf = HfConfig(config)
-    num_heads = hf.integer("num_nextn_predict_layers", 0)
+    key = MTP_FAMILIES.get(hf.model_type, "num_nextn_predict_layers")
+    num_heads = hf.integer(key, 0) if key else 1
     if hf.model_type not in MTP_FAMILIES or num_heads < 1:
         raise UnsupportedModel(
             f"spec_method: mtp requires a multi-token prediction layer; {hf.model_type} with"
-            f" num_nextn_predict_layers {num_heads} has none that is supported",
+            f" {key} {num_heads} has none that is supported",
             hint=f"it is supported for {' and '.join(MTP_FAMILIES)}; use --spec-method suffix",
         )
     layer: PredictionLayer = import_module(f"octavo.models.{hf.model_type}").prediction_layer(hf)
-    shape, number = layer.shape, layer.shape.num_layers
-    name = f"model.layers.{number}"
+    shape, name = layer.shape, layer.module
+    make_norm = layer.norm or rms_norm(shape.norm_eps)
     table = get_embedding(target)
     head = _HeadBuilder(layer.group, shape.hidden_size, shape.vocab_size)
-    b, eps = head.builder, shape.norm_eps
-    own_table = f"{name}.embed_tokens"
+    b = head.builder
+    own_table = f"{name}.{layer.embedding}"
     shares_table = f"{own_table}.weight" not in names
     module = table.table.name.removesuffix(".weight") if shares_table else own_table
     embedded = b.embedding(b.token_ids(), module, *table.table.shape, scale=table.scale)
-    rows = b.rms_norm(embedded, f"{name}.enorm", eps)
-    before = b.rms_norm(head.previous(embedded), f"{name}.hnorm", eps)
-    x = _project_both(b, (rows, before), f"{name}.eh_proj", shape.hidden_size)
-    normed = b.rms_norm(x, f"{name}.input_layernorm", eps)
-    x = b.add(x, layer.attention(b, normed, number))
-    normed = b.rms_norm(x, f"{name}.post_attention_layernorm", eps)
-    x = b.add(x, layer.mlp(b, normed, number))
-    end = b.rms_norm(b.gather_rows(x), f"{name}.shared_head.norm", eps)
-    own_matrix = f"{name}.shared_head.head"
+    rows = make_norm(b, embedded, f"{name}.{layer.embedding_norm}")
+    before = make_norm(b, head.previous(embedded), f"{name}.{layer.hidden_norm}")
+    x = _project_both(b, (rows, before), f"{name}.{layer.projection}", shape.hidden_size)
+    normed = make_norm(b, x, f"{layer.layer}.input_layernorm")
+    x = b.add(x, layer.attention(b, normed, layer.number))
+    normed = make_norm(b, x, f"{layer.layer}.post_attention_layernorm")
+    x = b.add(x, layer.mlp(b, normed, layer.number))
+    if layer.returns_normed:
+        x = make_norm(b, x, f"{name}.{layer.final_norm}")
+        end = b.gather_rows(x)
+    else:
+        end = make_norm(b, b.gather_rows(x), f"{name}.{layer.final_norm}")
+    own_matrix = f"{name}.{layer.head}"
     shares_matrix = f"{own_matrix}.weight" not in names
     matrix = (
         _get_output_matrix(target)
@@ -92,10 +109,13 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
         else Weight(f"{own_matrix}.weight", (shape.vocab_size, shape.hidden_size))
     )
     logits = b.linear_from(end, matrix, name="logits")
-    program = head.finish(x, logits, {number: 0})
+    program = head.finish(x, logits, {layer.number: 0})
     shared = {table.table: shares_table, matrix: shares_matrix}
     return DraftHead(
-        program, Features(), frozenset(weight for weight, is_shared in shared.items() if is_shared)
+        program,
+        Features(),
+        frozenset(weight for weight, is_shared in shared.items() if is_shared),
+        module=f"{name}.",
     )
 
 

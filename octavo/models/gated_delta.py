@@ -6,10 +6,17 @@ Source: Yang et al. 2024; transformers' Qwen3-Next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.api.errors import UnsupportedModel
-from octavo.models.decoder import DecoderShape, LayerCache
+from octavo.models.decoder import (
+    DecoderShape,
+    LayerCache,
+    PredictionLayer,
+    Sublayer,
+    plan_cache,
+    rms_norm,
+)
 from octavo.models.hf_config import HfConfig
 from octavo.models.hybrid import LayerPlan, layers_by_type
 from octavo.models.matrix_rows import Rows, linear_part
@@ -23,6 +30,9 @@ from octavo.program.program import CacheGroup, Value, Weight
 
 PARTIAL = 0.25
 """Default of partial_rotary_factor."""
+
+MTP_LAYERS = "mtp.layers"
+"""Module of the multi-token-prediction layers."""
 
 L2_EPS = 1e-6
 """Epsilon of the keys' L2 norm."""
@@ -187,6 +197,8 @@ def gated_attention(
     shape: DecoderShape,
     caches: Sequence[LayerCache],
     rope: RopeTable | None = None,
+    *,
+    layers: str = "model.layers",
 ) -> SelfAttention:
     """Returns attention with head norms, output gates and RoPE, by default that of text."""
     bias = config.flag("attention_bias", False)
@@ -196,9 +208,35 @@ def gated_attention(
         caches=caches,
         ropes=[rope] * shape.num_layers,
         scale=shape.head_dim**-0.5,
+        layers=layers,
         qkv_bias=bias,
         out_bias=bias,
         head_norms=True,
         norm_offset=1.0,
         gated=True,
+    )
+
+
+def gated_prediction_layer(
+    config: HfConfig, shape: DecoderShape, mlp: Sublayer, rope: RopeTable | None = None
+) -> PredictionLayer:
+    """Returns the multi-token-prediction layer: attention whatever the model's layers are, and
+    tensors named `mtp.*`. `mlp` names its modules after `MTP_LAYERS`.
+    """
+    cache = plan_cache(replace(shape, num_layers=1), [None])
+    return PredictionLayer(
+        shape=shape,
+        group=cache.groups[0],
+        attention=gated_attention(config, shape, cache.layers, rope, layers=MTP_LAYERS),
+        mlp=mlp,
+        module="mtp",
+        layer=f"{MTP_LAYERS}.0",
+        number=0,
+        embedding_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        projection="fc",
+        final_norm="norm",
+        head="lm_head",
+        norm=rms_norm(shape.norm_eps, offset=1.0),
+        returns_normed=True,
     )

@@ -40,7 +40,7 @@ def prediction_layer(config: HfConfig) -> PredictionLayer:
         qkv_bias=config.flag("attention_bias", False),
         head_norms=config.flag("use_qk_norm", False),
     )
-    return PredictionLayer(shape, cache.groups[0], attention, _mlp(config))
+    return PredictionLayer.behind_last(shape, cache.groups[0], attention, _mlp(config))
 
 
 def _rope(config: HfConfig, shape: DecoderShape) -> RopeTable:

@@ -33,10 +33,12 @@ def build(config: HfConfig) -> dict[str, Program]:
     return build_decoder(shape, cache.groups, attention, mlp)
 
 
-def shared_experts(config: HfConfig, *, normalize: bool = False) -> Sublayer:
+def shared_experts(
+    config: HfConfig, *, normalize: bool = False, layers: str = "model.layers"
+) -> Sublayer:
     """Returns routed experts with a gated shared expert, and a plain MLP in some layers.
 
-    `normalize` is the family's default of norm_topk_prob.
+    `normalize` is the family's default of norm_topk_prob; `layers` is the module of the layers.
     """
     experts = SoftmaxExperts(
         num_experts=config.count("num_experts"),
@@ -51,7 +53,7 @@ def shared_experts(config: HfConfig, *, normalize: bool = False) -> Sublayer:
     step = config.integer("decoder_sparse_step", 1, low=1)
 
     def mlp(b: Builder, x: Value, i: int) -> Value:
-        name = f"model.layers.{i}.mlp"
+        name = f"{layers}.{i}.mlp"
         if i in dense or (i + 1) % step:
             return gated_mlp(b, x, name, dense_width, activation)
         chosen = experts(b, x, name)

@@ -4,10 +4,19 @@
 
 from __future__ import annotations
 
-from octavo.models.decoder import DecoderShape, Frame, Sublayer, build_decoder, rms_norm
+from octavo.models.decoder import (
+    DecoderShape,
+    Frame,
+    PredictionLayer,
+    Sublayer,
+    build_decoder,
+    rms_norm,
+)
 from octavo.models.gated_delta import (
+    MTP_LAYERS,
     PARTIAL,
     gated_attention,
+    gated_prediction_layer,
     make_cache_groups,
     read_mixer,
     read_plan,
@@ -22,15 +31,36 @@ from octavo.program.program import Program
 SECTIONS = (11, 11, 10)
 """Default of mrope_section."""
 
+NUM_KV_HEADS = 4
+"""Default of num_key_value_heads."""
+
 
 def build(config: HfConfig, *, has_images: bool = False) -> dict[str, Program]:
-    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
-    return build_qwen3_5(
-        config,
-        num_kv_heads=4,
-        mlp=lambda b, x, i: gated_mlp(b, x, f"model.layers.{i}.mlp", width, activation),
-        has_images=has_images,
+    mlp = _mlp(config, "model.layers")
+    return build_qwen3_5(config, num_kv_heads=NUM_KV_HEADS, mlp=mlp, has_images=has_images)
+
+
+def prediction_layer(config: HfConfig, *, has_images: bool = False) -> PredictionLayer:
+    """Returns the multi-token-prediction layer."""
+    mlp = _mlp(config, MTP_LAYERS)
+    return qwen3_5_prediction_layer(
+        config, num_kv_heads=NUM_KV_HEADS, mlp=mlp, has_images=has_images
     )
+
+
+def qwen3_5_prediction_layer(
+    config: HfConfig, *, num_kv_heads: int, mlp: Sublayer, has_images: bool
+) -> PredictionLayer:
+    """Returns the prediction layer with the given MLP; `num_kv_heads` is the family's default."""
+    config.refuse_unless("mtp_num_hidden_layers", 1)
+    shape = DecoderShape.read(config, num_kv_heads=num_kv_heads, head_dim=256)
+    rope = _image_rope(config, shape) if has_images else None
+    return gated_prediction_layer(config, shape, mlp, rope)
+
+
+def _mlp(config: HfConfig, layers: str) -> Sublayer:
+    width, activation = config.size("intermediate_size"), config.activation("hidden_act", "silu")
+    return lambda b, x, i: gated_mlp(b, x, f"{layers}.{i}.mlp", width, activation)
 
 
 def build_qwen3_5(

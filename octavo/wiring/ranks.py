@@ -17,6 +17,7 @@ from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
+    complete_groups,
     get_rank_program,
     load_model,
     open_model,
@@ -86,5 +87,6 @@ def load_rank(setup: RankSetup, started: Callable[[], None]) -> LoadedModel:
     loaded = load_model(model, quiet, grammars, join())
     if (builder := tier_builder(model.config)) is None:
         return loaded
-    connect = builder.build_on_rank(model.program().groups, setup.rank)
+    groups = complete_groups(model.program(), loaded.program)
+    connect = builder.build_on_rank(groups, setup.rank)
     return replace(loaded, make_connector=connect)

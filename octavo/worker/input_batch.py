@@ -197,8 +197,11 @@ class InputBatch:
             self.block_tables[group, row, index] = block_id
 
     def num_placed_tokens(self, row: int) -> int:
-        """Returns the number of tokens for which a row has blocks in every group."""
-        return BLOCK_SIZE * min(num_blocks[row] for num_blocks in self._num_blocks)
+        """Returns the number of tokens for which a row has blocks in every group; the block of a
+        state is enough for any number.
+        """
+        counts = enumerate(self._num_blocks)
+        return BLOCK_SIZE * min(count[row] for group, count in counts if group not in self._states)
 
     def indices(self, scheduled: Sequence[ScheduledRequest]) -> NDArray[np.intp]:
         """Returns the rows of a step's requests, `[R]`."""

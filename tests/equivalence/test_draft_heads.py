@@ -4,6 +4,7 @@ hits, and change no bit of an answer.
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import numpy as np
@@ -13,12 +14,14 @@ from safetensors.numpy import load_file, save_file
 from octavo import LLM, SamplingParams
 from octavo.api.errors import ConfigError, UnsupportedModel, WeightMismatch
 from octavo.engine.speculation import throughput
+from octavo.engine.speculation.step_cost_model import StepCostModel
 from octavo.worker.draft_model import DraftModel
-from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
+from tests.support.llm_tools import core_of, final, fingerprint, make_llm, prompts_of
 from tests.support.proposers import draft_counts, verified_at_any_cost
 from tests.support.tiers import examples
 from tests.support.tiny_heads import eagle3, tiny_eagle3, tiny_mtp
 from tests.support.tiny_models import tiny_model
+from tests.support.transfer_pairs import met, pair
 
 BASE = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
 PARAMS = [
@@ -33,6 +36,9 @@ HEADS = {
     "eagle3 with the model's table": lambda folder: tiny_eagle3(folder, own_table=False),
     "deepseek_v3": lambda folder: tiny_mtp(folder, "deepseek_v3"),
     "glm4_moe": lambda folder: tiny_mtp(folder, "glm4_moe", copies=False),
+    "qwen3_next": lambda folder: tiny_mtp(folder, "qwen3_next"),
+    "qwen3_5_text": lambda folder: tiny_mtp(folder, "qwen3_5_text", copies=False),
+    "qwen3_5_moe_text": lambda folder: tiny_mtp(folder, "qwen3_5_moe_text", copies=False),
 }
 
 
@@ -146,6 +152,77 @@ def test_under_pressure(heads, proposals, name):
         assert found == plain and num_drafted > 0
         tokens, guess = proposals[-1]
         assert guess == head.guess(tokens, len(guess))
+
+
+@pytest.mark.parametrize("name", ["eagle3", "glm4_moe", "qwen3_5_text"])
+def test_ranks_that_share_a_model_each_have_its_head(heads, proposals, name):
+    head = heads[name]
+    options = {"model_path": head.path, "backend": "native", "tensor_parallel_size": 2}
+    plain, _ = answers(PROMPTS, PARAMS[:2] * 2, **options)
+    with verified_at_any_cost():
+        found, (num_drafted, _) = answers(PROMPTS, PARAMS[:2] * 2, **options, **head.options)
+    assert found == plain and num_drafted > 30
+    tokens, guess = proposals[-1]
+    assert guess == head.guess(tokens, len(guess))
+
+
+@pytest.mark.parametrize("num_ranks", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text"])
+def test_a_prompt_that_another_engine_computes_has_its_features(heads, proposals, name, num_ranks):
+    """The decoding engine drafts behind blocks that it fetched."""
+    if name == "deepseek_v3" and num_ranks != (1, 1):
+        pytest.skip("native ranks do not share latents")
+    head, prompts = heads[name], prompts_of(300, 40)
+
+    async def run() -> list[object]:
+        await met(prefill, decode)
+        outputs = await asyncio.gather(*(final(decode, each, PARAMS[0]) for each in prompts))
+        return list(map(fingerprint, outputs))
+
+    plain, _ = answers(prompts, PARAMS[0], model_path=head.path, backend="native")
+    options = {"model": str(head.path), **head.options}
+    with (
+        verified_at_any_cost(),
+        pair(("native", "llama", {}), num_ranks=num_ranks, **options) as (prefill, decode),
+    ):
+        found = asyncio.run(run())
+        assert decode.stats().connector.num_loaded > 0
+        assert decode.stats().num_draft_tokens > 10
+    assert found == plain
+    for tokens, guess in proposals[-2:]:
+        assert guess == head.guess(tokens, len(guess))
+
+
+@pytest.mark.parametrize(("rate", "fewest"), [(0.64, 1.8), (0.82, 1.8), (0.0, 0.97)])
+def test_a_planted_head_saves_steps(heads, monkeypatch, rate, fewest):
+    """A head that is right with the given probability, also before a recurrence, whose state
+    returns to where it was. All steps cost the same, as those of a large model do.
+    """
+    head = heads["qwen3_5_text"]
+    longer = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    options = {"model_path": head.path, "backend": "native"}
+    with make_llm(**options) as llm:
+        truth = PROMPTS[0] + llm.generate(PROMPTS[0], longer)[0].outputs[0].token_ids
+    dice = random.Random(0)
+    follow = DraftModel.follow
+
+    def plant(self, scheduled, results):
+        follow(self, scheduled, results)
+        for planned, result in zip(scheduled, results, strict=True):
+            known = planned.start + planned.num_tokens - len(planned.draft_ids)
+            known += len(result.token_ids)
+            result.draft_ids = [
+                token_id if dice.random() < rate else (token_id + 1) % 200
+                for token_id in truth[known : known + len(result.draft_ids)]
+            ]
+
+    monkeypatch.setattr(DraftModel, "follow", plant)
+    monkeypatch.setattr(StepCostModel, "seconds", lambda self, num_more: 1.0)
+    with make_llm(**options, **head.options, spec_tokens=4) as llm:
+        found = llm.generate(PROMPTS[0], longer)[0]
+        steps = core_of(llm).scheduler.stats().num_steps
+    assert found.outputs[0].token_ids == truth[len(PROMPTS[0]) :]
+    assert 200 / steps >= fewest
 
 
 def test_an_int8_head_changes_no_bit(heads):

@@ -180,31 +180,74 @@ def _eagle3(
 # -- multi-token prediction ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class MtpNames:
+    """Names of the tensors of a multi-token-prediction layer beside those of a family's layer."""
+
+    module: str
+    layer: str
+    norms: tuple[str, str, str]
+    """Norms of the embedding, of the hidden state and of the layer's output."""
+    projection: str
+    head: str
+    offset: float = 0.0
+    """What the family adds to the weights of its norms."""
+    returns_normed: bool = False
+
+
+BEHIND_LAST = MtpNames(
+    "model.layers.2",
+    "model.layers.2",
+    ("enorm", "hnorm", "shared_head.norm"),
+    "eh_proj",
+    "shared_head.head",
+)
+QWEN = MtpNames(
+    "mtp",
+    "mtp.layers.0",
+    ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+    "fc",
+    "lm_head",
+    offset=1.0,
+    returns_normed=True,
+)
+
+
 def tiny_mtp(folder: Path, family: str, *, copies: bool = True, seed: int = 0) -> TinyHead:
     """Makes a model of two layers whose third one predicts: transformers' own layer, behind the
     products that join it; with `copies` it has a table and an output layer of its own.
     """
-    whole = tiny_model(family, num_hidden_layers=3)
-    tensors = load_file(whole.path / "model.safetensors")
+    names = QWEN if family.startswith("qwen") else BEHIND_LAST
+    kinds = {"layer_types": ["linear_attention"] + ["full_attention"] * 2} if names is QWEN else {}
+    whole = tiny_model(family, num_hidden_layers=3, **kinds)
+    tensors = {
+        name.replace("model.layers.2.", f"{names.layer}."): tensor
+        for name, tensor in load_file(whole.path / "model.safetensors").items()
+    }
     width = whole.config["hidden_size"]
     generator = torch.Generator().manual_seed(seed)
-    name = "model.layers.2"
+    name = names.module
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{name}.{norm}.weight"] = 1 + 0.1 * noise(width)
-    tensors[f"{name}.eh_proj.weight"] = noise(width, 2 * width) / width**0.5
+    for norm in names.norms:
+        tensors[f"{name}.{norm}.weight"] = 1 - names.offset + 0.1 * noise(width)
+    tensors[f"{name}.{names.projection}.weight"] = noise(width, 2 * width) / width**0.5
     if copies:
         tensors[f"{name}.embed_tokens.weight"] = noise(whole.config["vocab_size"], width)
-        tensors[f"{name}.shared_head.head.weight"] = noise(whole.config["vocab_size"], width)
+        tensors[f"{name}.{names.head}.weight"] = noise(whole.config["vocab_size"], width)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {key: one.contiguous().numpy() for key, one in tensors.items()},
         folder / "model.safetensors",
     )
-    changes = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    changes: dict[str, Any] = {"num_hidden_layers": 2}
+    if names is BEHIND_LAST:
+        changes["num_nextn_predict_layers"] = 1
+    else:
+        changes["layer_types"] = kinds["layer_types"][:2]
+        changes["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(whole.config | changes))
 
     def guess(token_ids: Sequence[int], count: int) -> list[int]:
@@ -212,29 +255,36 @@ def tiny_mtp(folder: Path, family: str, *, copies: bool = True, seed: int = 0) -
         with double_precision():
             weights = {key: one.double() for key, one in tensors.items()}
             hidden = _hidden_states(whole, token_ids)[2]
-            features = _rms_norm(hidden, weights["model.norm.weight"], _eps(whole))
+            norm = weights["model.norm.weight"] + names.offset
+            features = _rms_norm(hidden, norm, _eps(whole))
             return chained(
-                features, lambda ids, before: _mtp(model, weights, _eps(whole), ids, before)
+                features, lambda ids, before: _mtp(model, names, weights, _eps(whole), ids, before)
             )(token_ids, count)
 
     return TinyHead(folder, {"spec_method": "mtp"}, guess)
 
 
 def _mtp(
-    model: Any, weights: dict[str, Tensor], eps: float, ids: list[int], before: Tensor
+    model: Any,
+    names: MtpNames,
+    weights: dict[str, Tensor],
+    eps: float,
+    ids: list[int],
+    before: Tensor,
 ) -> tuple[Tensor, int]:
     """Returns the layer's last row and its likeliest token."""
-    name = "model.layers.2"
+    name = names.module
     table = weights.get(f"{name}.embed_tokens.weight", weights["model.embed_tokens.weight"])
-    matrix = weights.get(f"{name}.shared_head.head.weight", weights["lm_head.weight"])
-    both = torch.cat(
-        [
-            _rms_norm(table[ids], weights[f"{name}.enorm.weight"], eps),
-            _rms_norm(before, weights[f"{name}.hnorm.weight"], eps),
-        ],
-        -1,
+    matrix = weights.get(f"{name}.{names.head}.weight")
+    if matrix is None:
+        matrix = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    of_embedding, of_hidden, of_output = (
+        weights[f"{name}.{norm}.weight"] + names.offset for norm in names.norms
     )
-    x = (both @ weights[f"{name}.eh_proj.weight"].T)[None]
+    both = torch.cat(
+        [_rms_norm(table[ids], of_embedding, eps), _rms_norm(before, of_hidden, eps)], -1
+    )
+    x = (both @ weights[f"{name}.{names.projection}.weight"].T)[None]
     places = torch.arange(len(ids))[None]
     out = model.model.layers[2](
         x,
@@ -243,8 +293,8 @@ def _mtp(
         position_embeddings=model.model.rotary_emb(x, places),
     )
     row = (out[0] if isinstance(out, tuple) else out)[0, -1]
-    logits = matrix @ _rms_norm(row, weights[f"{name}.shared_head.norm.weight"], eps)
-    return row, int(logits.argmax())
+    normed = _rms_norm(row, of_output, eps)
+    return normed if names.returns_normed else row, int((matrix @ normed).argmax())
 
 
 def _eps(tiny: TinyModel) -> float:

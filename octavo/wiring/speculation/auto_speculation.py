@@ -13,7 +13,7 @@ from typing import Literal
 
 from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.checkpoint.ports import ModelHeader
-from octavo.config.config_hooks import config_hooks, transfer_option
+from octavo.config.config_hooks import config_hooks
 from octavo.config.engine_config import EngineConfig
 from octavo.models.draft_heads import mtp_head
 from octavo.program.program import Program
@@ -64,12 +64,7 @@ def _can_verify_drafts(config: EngineConfig, program: Program) -> bool:
 
 def _can_use_head(config: EngineConfig) -> bool:
     """Returns whether the options support a draft head."""
-    return (
-        config.backend.num_stage_ranks == 1
-        and config.offload.weights_memory_bytes is None
-        and not transfer_option(config)
-        and config.cache.kv_cache
-    )
+    return config.offload.weights_memory_bytes is None and config.cache.kv_cache
 
 
 def _has_head(header: ModelHeader, program: Program, names: Collection[str] | None) -> bool:
@@ -82,9 +77,4 @@ def _has_head(header: ModelHeader, program: Program, names: Collection[str] | No
     except (ConfigError, UnsupportedModel):
         return False
     # Some checkpoints are published without the layer that their config declares.
-    module = next(
-        weight.name.removesuffix("weight")
-        for weight in head.program.weights
-        if weight.name.endswith("eh_proj.weight")
-    )
-    return names is None or any(name.startswith(module) for name in names)
+    return names is None or any(name.startswith(head.module) for name in names)

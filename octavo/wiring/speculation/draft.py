@@ -55,8 +55,12 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
 
 
 def check_keeps_tokens(program: Program, role: str, method: str) -> None:
-    """Raises ConfigError if a Program caches anything other than the KV of single tokens."""
+    """Raises ConfigError if a Program caches anything other than the KV of single tokens. A draft
+    head may follow a recurrence, since it has no state of its own.
+    """
     kinds = {group.kv_kind for group in program.groups} - {"growing", "window"}
+    if method in ("eagle3", "mtp"):
+        kinds.discard("state")
     if kinds:
         raise ConfigError(
             f"spec_method: {method} requires a cache of K and V for each token, {role} has"
