@@ -43,6 +43,9 @@ TOLERANCE = 1e-9
 TABLE_TOLERANCE = 1e-7
 """The same for Programs with tables of sines or powers, which are in fp32."""
 
+CLAMPED_SPREAD = 4.0
+"""Factor on the weights of values that are clamped, so that many of them are."""
+
 WINDOW_KEYS = ("window", "attention_chunk", "local_attention")
 """Substrings of the config keys of windows and chunks."""
 
@@ -146,6 +149,7 @@ def compare(program: Program, config: Mapping[str, Any]) -> float:
     with tempfile.TemporaryDirectory(prefix="octavo-derive-") as folder:
         path = Path(folder)
         model = _random_model(config)
+        _enlarge(model, _clamped_tensors(program))
         model.save_pretrained(path)
         size = get_size(config, "vocab_size")
         tokens = np.random.default_rng(0).integers(3, size, NUM_TOKENS).tolist()
@@ -214,6 +218,24 @@ def _random_model(config: Mapping[str, Any]) -> Any:
                 center = 1.0 if name.endswith("norm.weight") else 0.0
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * spread + center)
     return model.eval()
+
+
+def _clamped_tensors(program: Program) -> set[str]:
+    """Returns the checkpoint's tensors that values with a clamp are computed from."""
+    makers = {out: op for op in program.ops for out in op.outputs}
+    clamped = [op for op in program.ops if getattr(op, "clamp", None) is not None]
+    linears = [makers[value] for op in clamped for value in op.inputs if value in makers]
+    return {name for op in linears for weight in op.weights for name in weight.tensor_names}
+
+
+def _enlarge(model: Any, tensors: set[str]) -> None:
+    """Multiplies the parameters in some tensors by `CLAMPED_SPREAD`."""
+    if not tensors:
+        return
+    state = model.state_dict()
+    with torch.no_grad():
+        for name in StoredTensors(model).parameters_in(tensors):
+            state[name].mul_(CLAMPED_SPREAD)
 
 
 def _in_float64(model: Any) -> Any:

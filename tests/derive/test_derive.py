@@ -131,6 +131,7 @@ CHANGES = [
     ("gpt_oss", Attention, lambda op: replace(op, sinks=None)),
     ("gpt_oss", ActMul, lambda op: replace(op, alpha=op.alpha + 0.001)),
     ("gpt_oss", ActMul, lambda op: replace(op, up_offset=0.0)),
+    ("gpt_oss", ActMul, lambda op: replace(op, clamp=op.clamp + 0.1)),
     ("mpt", Attention, lambda op: replace(op, bias=None)),
     ("cohere2", Attention, lambda op: replace(op, window=op.window and op.window - 1)),
 ]
