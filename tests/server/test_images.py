@@ -147,3 +147,41 @@ def test_an_answer_depends_on_the_frames_of_a_video(http):
 def test_what_is_no_video_is_the_clients_fault(http, parts, said):
     response = chat(http, *parts)
     assert response.status_code == 400 and said in response.json()["error"]["message"]
+
+
+IMAGE_TEXT = ("internvl", "llava", "llava_next", "llava_onevision", "paligemma")
+
+
+@pytest.fixture(scope="module")
+def families():
+    paths = [f"{family}={seeing_model(family).path}" for family in IMAGE_TEXT]
+    server = LiveServer(*paths, "--max-model-len=512", "--threads=1")
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("family", IMAGE_TEXT)
+def test_each_family_streams_what_it_sees(families, family):
+    """PaliGemma's prompt is an image and a text; it has no chat template of roles."""
+    with families.openai() as client:
+
+        def stream(seed: int) -> str:
+            content = [part(data_url(seed)), {"type": "text", "text": "What is it?"}]
+            chunks = client.chat.completions.create(
+                model=family,
+                messages=[{"role": "user", "content": content}],
+                max_tokens=8,
+                temperature=0,
+                stream=True,
+            )
+            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+        cat, dog = stream(0), stream(1)
+    assert cat and cat != dog
+    assert stream_again(families, family) == cat
+
+
+def stream_again(families, family: str) -> str:
+    """Returns the answer about the same image, not streamed."""
+    with families.http() as http:
+        return text_of(chat(http, part(data_url(0)), model=family, max_tokens=8))
