@@ -76,8 +76,8 @@ class VoiceActivity:
     silence_duration_ms: int = 200
     """Shortest pause that ends a part, in milliseconds."""
 
-    def check(self) -> None:
-        """Raises InvalidRequest for a value out of range."""
+    def check(self, param: str = "chunking_strategy") -> None:
+        """Raises InvalidRequest for a value out of range; `param` is the field of the request."""
         for name, value, most in (
             ("threshold", self.threshold, 1),
             ("prefix_padding_ms", self.prefix_padding_ms, MAX_PAUSE_MS),
@@ -86,9 +86,8 @@ class VoiceActivity:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 <= value <= most:
                 raise InvalidRequest(
-                    f"chunking_strategy: {name}: got {shown(value)}, expected a number from 0 to"
-                    f" {most:,}",
-                    param="chunking_strategy",
+                    f"{param}: {name}: got {shown(value)}, expected a number from 0 to {most:,}",
+                    param=param,
                 )
 
 

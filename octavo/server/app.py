@@ -31,7 +31,16 @@ from octavo.server.ollama import generation as ollama_generation
 from octavo.server.ollama import models as ollama_models
 from octavo.server.ollama import pulling as ollama_pulling
 from octavo.server.ollama import unsupported as ollama_unsupported
-from octavo.server.openai import audio, batches, chat, completions, embeddings, files, models
+from octavo.server.openai import (
+    audio,
+    batches,
+    chat,
+    completions,
+    embeddings,
+    files,
+    models,
+    realtime,
+)
 from octavo.server.openai.responses import routes as responses
 from octavo.server.pulls import Pulls
 from octavo.server.residency import Residency
@@ -64,6 +73,7 @@ from octavo.utils.version import __version__
 ROUTES = (
     admin,
     audio,
+    realtime,
     models,
     model_loading,
     adapters,

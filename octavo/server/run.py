@@ -49,6 +49,8 @@ PATHS_TO_TRY: Mapping[PoolingTask, str] = {
 }
 """Path of an example request for a pooling model."""
 
+MAX_MESSAGE_BYTES = 4 << 20
+"""Maximum size of a WebSocket message: a minute of audio in base64."""
 LAST_WORDS_S = 2.0
 """Seconds for sending the errors of aborted requests at shutdown."""
 
@@ -112,7 +114,8 @@ def serve(
     config = uvicorn.Config(
         app,
         http=LimitedHttpProtocol.for_server(settings),
-        ws="none",
+        ws="auto",  # none without the package websockets, which octavo[audio] installs
+        ws_max_size=MAX_MESSAGE_BYTES,
         log_config=None,
         access_log=False,
         lifespan="on",

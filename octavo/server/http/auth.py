@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.api.errors import OctavoError, Overloaded, Unauthorized
@@ -32,6 +32,11 @@ KEY_NAME = "octavo_key_name"
 OPERATOR = "octavo_operator"
 """Key of the ASGI scope for whether the API key is an operator's."""
 
+KEY_PROTOCOL = "openai-insecure-api-key."
+"""Start of the WebSocket protocol that contains an API key, as OpenAI's clients send it."""
+POLICY_VIOLATION = 1008
+"""WebSocket close code; before the handshake, the client gets a 403."""
+
 IS_BACKGROUND = "octavo_is_background"
 """Key of the ASGI scope of internal requests, which have the lowest priority."""
 
@@ -45,11 +50,14 @@ class ApiKeys:
         self._open_paths = {*OPEN_PATHS, *([METRICS_PATH] if open_metrics else [])}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope):
+        if scope["type"] == "lifespan" or self._is_open(scope):
             await self._app(scope, receive, send)
             return
         secret = _get_secret(Headers(scope=scope))
         key = self._ring.find(secret) if secret is not None else None
+        if key is None and scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+            return
         if key is None:
             error = Unauthorized(
                 "a valid API key is required", hint="send the header Authorization: Bearer KEY"
@@ -64,7 +72,7 @@ class ApiKeys:
         record = get_record(scope)
         record.owner, record.account = key.name, account
         scope[KEY_NAME], scope[OPERATOR] = key.name, self._ring.may_operate(key)
-        if account is None:
+        if account is None or scope["type"] == "websocket":
             await self._app(scope, receive, send)
             return
         send = _with_limits(account, send)
@@ -81,7 +89,7 @@ class ApiKeys:
         return path in self._open_paths or path.startswith(OPEN_FOLDER)
 
 
-def get_owner(request: Request) -> str:
+def get_owner(request: HTTPConnection) -> str:
     """Returns the name of the request's API key; "" if the server has no keys."""
     return str(request.scope.get(KEY_NAME, ""))
 
@@ -104,7 +112,7 @@ def require_operator(request: Request) -> None:
     )
 
 
-def get_tenant(request: Request, user: str | None) -> str:
+def get_tenant(request: HTTPConnection, user: str | None) -> str:
     """Returns the tenant: the API key's name if there are several keys, else `user`."""
     return request.scope.get(KEY_NAME) or user or ""
 
@@ -118,7 +126,9 @@ def is_operator(request: Request) -> bool:
     return True
 
 
-def get_request_context(request: Request, priority: int | None, user: str | None) -> RequestContext:
+def get_request_context(
+    request: HTTPConnection, priority: int | None, user: str | None
+) -> RequestContext:
     """Returns the request's context for the engine; batch requests have background priority."""
     if request.scope.get(IS_BACKGROUND):
         priority = BACKGROUND_PRIORITY
@@ -126,11 +136,16 @@ def get_request_context(request: Request, priority: int | None, user: str | None
 
 
 def _get_secret(headers: Headers) -> str | None:
-    """Returns the API key, a bearer token or Anthropic's x-api-key header; None if the request has
-    neither.
+    """Returns the API key: a bearer token, Anthropic's x-api-key header, or the WebSocket protocol
+    in which browsers send it; None if the request has none.
     """
     scheme, _, secret = headers.get("authorization", "").partition(" ")
-    return secret.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+    if scheme.lower() == "bearer":
+        return secret.strip()
+    protocols = headers.get("sec-websocket-protocol", "").split(",")
+    named = (name.strip().partition(KEY_PROTOCOL) for name in protocols)
+    of_protocol = (key for before, protocol, key in named if protocol and not before)
+    return headers.get("x-api-key") or next(of_protocol, None)
 
 
 def _with_limits(account: Account, send: Send) -> Send:

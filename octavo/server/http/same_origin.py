@@ -1,7 +1,7 @@
 """Rejects cross-origin requests from browsers when no API key protects the server.
 
-Applies to methods with side effects: CORS prevents another page from reading a response, but not
-from sending a form or a simple request. Sources: Fetch Metadata (W3C), RFC 6454.
+Applies to WebSockets and to methods with side effects: CORS prevents another page from reading a
+response, but not from sending a form or a simple request. Sources: Fetch Metadata (W3C), RFC 6454.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.server.http.auth import POLICY_VIOLATION
 from octavo.server.http.error_formats import get_error_format
 from octavo.server.http.errors import error_response
 
@@ -42,12 +43,16 @@ class SameOrigin:
         self._local = local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
+        is_socket = scope["type"] == "websocket"
+        if not is_socket and (scope["type"] != "http" or scope["method"] in SAFE_METHODS):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         if not _is_foreign(headers) or self._is_allowed(headers):
             await self._app(scope, receive, send)
+            return
+        if is_socket:
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
             return
         origin = headers.get("origin", "another origin")
         error = HTTPException(

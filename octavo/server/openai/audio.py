@@ -105,12 +105,12 @@ async def _answer(request: Request, service: Service, task: SpeechTask) -> Respo
         prompt=fields.get("prompt") or None,
         chunking=_chunking(fields),
     )
-    heard = _transcribe(model, data, options, get_request_context(request, None, None))
+    heard = transcribe_file(model, data, options, get_request_context(request, None, None))
     transcription = await cancel_on_disconnect(request.receive, heard)
     return _format(transcription, answer_format, granularities)
 
 
-async def _transcribe(
+async def transcribe_file(
     model: ServedModel, data: bytes, options: SpeechOptions, origin: RequestContext
 ) -> Transcription:
     """Transcribes audio; its windows count as one running request of the API key."""
