@@ -51,7 +51,7 @@ def convert(
     logging.disable(logging.CRITICAL)
     try:
         with _written_to(out, copy, config, kind, mmproj=mmproj) as model:
-            add_vocabulary(model.gguf_writer)
+            add_vocabulary(getattr(model, "impl", model).gguf_writer)
     finally:
         logging.disable(logging.NOTSET)
     return out

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, HTTPException, WebSocket, WebSocketDisconnect
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ MAX_WAITING_TURNS = 16
 DEFAULT_DETECTION = VoiceActivity(silence_duration_ms=500)
 """Voice activity detection by default; the pause is that of OpenAI's API."""
 
+TEXT_OPTIONS = ("model", "language", "prompt")
 PROTOCOL = "realtime"
 """WebSocket protocol that OpenAI's clients in browsers offer."""
 
@@ -68,8 +70,7 @@ async def refuse_http() -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
+class SessionOptions(msgspec.Struct, frozen=True):
     """Options that a client may change."""
 
     model: str = ""
@@ -153,7 +154,7 @@ class Session:
 
     async def run(self, model: str) -> None:
         """Serves the connection until the client closes it."""
-        self._set(replace(self._options, model=model))
+        self._set(msgspec.structs.replace(self._options, model=model))
         await self._send("session.created", session=self._options.to_json(self._id))
         worker = asyncio.create_task(self._transcribe_turns())
         try:
@@ -208,32 +209,30 @@ class Session:
         given = given or {ours: session[name] for name, ours in names.items() if name in session}
         _check_format(given.get("format"))
         wanted = _get_table(given, "transcription", "transcription")
-        options = self._options
-        for name in ("model", "language", "prompt"):
-            value = wanted.get(name)
-            if value is not None and not isinstance(value, str):
-                raise InvalidRequest(
-                    f"transcription.{name}: got {shown(value)}, expected a string",
-                    param=f"transcription.{name}",
-                )
-            if name in wanted:
-                options = replace(options, **{name: value or ("" if name == "model" else None)})
+        changes = {name: _get_text(wanted, name) for name in wanted if name in TEXT_OPTIONS}
+        if "model" in changes:
+            changes["model"] = changes["model"] or ""
+        options = msgspec.structs.replace(self._options, **changes)
         if "turn_detection" in given:
-            options = replace(options, turn_detection=_read_detection(given["turn_detection"]))
-        await self._service.residency.find(options.model)  # raises an error for an unknown name
+            detection = _read_detection(given["turn_detection"])
+            options = msgspec.structs.replace(options, turn_detection=detection)
+        # An unknown name is an error now, not with the first turn.
+        await self._service.residency.find(options.model or None)
         return options
 
     def _set(self, options: SessionOptions) -> None:
         self._options, activity = options, options.turn_detection
         self._turn = None
         self._buffer.take(self._buffer.end, self._buffer.end)
-        self._detector = activity and TurnDetector(
-            WIRE_RATE,
-            threshold=activity.threshold,
-            padding_s=activity.prefix_padding_ms / 1000,
-            silence_s=activity.silence_duration_ms / 1000,
-            max_turn_s=MAX_TURN_S,
-        )
+        self._detector = None
+        if activity is not None:
+            self._detector = TurnDetector(
+                WIRE_RATE,
+                threshold=activity.threshold,
+                padding_s=activity.prefix_padding_ms / 1000,
+                silence_s=activity.silence_duration_ms / 1000,
+                max_turn_s=MAX_TURN_S,
+            )
         self._offset = self._buffer.end
         """Sample of the session at which the detector started."""
 
@@ -321,7 +320,7 @@ class Session:
         if self._account is not None:
             self._account.count_request()
         try:
-            model = await replace(self._service, record=record).model(turn.options.model)
+            model = await replace(self._service, record=record).model(turn.options.model or None)
             options = SpeechOptions(language=turn.options.language, prompt=turn.options.prompt)
             data = make_wav(turn.samples, WIRE_RATE)
             transcription = await transcribe_file(model, data, options, self._context)
@@ -355,7 +354,16 @@ def _decode(audio: object) -> NDArray[np.float32]:
             f"audio: got {shown(audio)}, expected base64 of 16-bit little-endian samples",
             param="audio",
         )
-    return np.frombuffer(data, "<i2").astype(np.float32) / 32_768
+    return np.frombuffer(data, "<i2").astype(np.float32) / np.float32(32_768)
+
+
+def _get_text(values: dict[str, Any], name: str) -> str | None:
+    """Returns an option of the transcription; raises InvalidRequest if it is not a text."""
+    value = values[name]
+    if value is not None and not isinstance(value, str):
+        param = f"transcription.{name}"
+        raise InvalidRequest(f"{param}: got {shown(value)}, expected a string", param=param)
+    return value
 
 
 def _check_format(given: object) -> None:
@@ -380,7 +388,7 @@ def _read_detection(given: object) -> VoiceActivity | None:
             f" server_vad and {', '.join(names)}",
             param="turn_detection",
         )
-    kept = {name: values[name] for name in names if name in values}
+    kept: dict[str, Any] = {name: values[name] for name in names if name in values}
     activity = replace(DEFAULT_DETECTION, **kept)
     activity.check("turn_detection")
     return activity

@@ -33,16 +33,20 @@ class Case(NamedTuple):
     text: str
     """Class of the language model."""
     tower: str
-    renamed: tuple[str, str] = ("", "")
-    """Start of the tower's names in safetensors, and of those that the converter reads."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Starts of names in safetensors, and of those that the converter reads."""
 
 
 CASES = {
     "gemma3": Case(
         *("Gemma3ForConditionalGeneration",) * 2,
-        ("model.vision_tower.", "vision_tower.vision_model."),
+        (("vision_tower.", "vision_tower.vision_model."),),
     ),
-    "internvl": Case("Qwen2ForCausalLM", "InternVisionModel"),
+    "internvl": Case(
+        "Qwen2ForCausalLM",
+        "InternVisionModel",
+        tuple((each, f"model.{each}") for each in ("vision_tower.", "multi_modal_projector.")),
+    ),
     "llava:pixtral": Case(*("LlavaForConditionalGeneration",) * 2),
     "mistral3": Case(*("Mistral3ForConditionalGeneration",) * 2),
     "qwen2_vl": Case(*("Qwen2VLForConditionalGeneration",) * 2),
@@ -61,10 +65,10 @@ def convert_both(family: str, folder: Path) -> MmprojCheckpoint:
     source = folder / "source"
     shutil.copytree(seeing_model(family).path, source)
     (source / "preprocessor_config.json").write_text(json.dumps(COLOURS | seeing.rules))
-    if case.renamed[0]:
-        file = source / "model.safetensors"
+    file = source / "model.safetensors"
+    for before, after in case.renamed:
         tensors = load_file(file)
-        save_file({name.replace(*case.renamed): each for name, each in tensors.items()}, file)
+        save_file({name.replace(before, after, 1): each for name, each in tensors.items()}, file)
 
     def add_vocabulary(writer: gguf.GGUFWriter) -> None:
         tokens = [f"<{index}>" for index in range(320)]
