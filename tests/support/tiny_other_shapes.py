@@ -196,7 +196,8 @@ IMAGE_TEXT: dict[str, dict[str, Any]] = {
     "smolvlm": IDEFICS3,
     "internvl": {
         "text_config": {**PLAIN_TEXT, "model_type": "qwen2"},
-        "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]}
+        | {"num_hidden_layers": 4},  # as llama.cpp's converter maps names up to this number
         "image_token_id": IMAGE_ID,
         "tie_word_embeddings": False,
     },

@@ -64,7 +64,8 @@ def convert_both(family: str, folder: Path) -> MmprojCheckpoint:
     case, seeing = CASES[family], SEEING[family]
     source = folder / "source"
     shutil.copytree(seeing_model(family).path, source)
-    (source / "preprocessor_config.json").write_text(json.dumps(COLOURS | seeing.rules))
+    rules = COLOURS | seeing.rules | {"image_seq_length": 16}  # of Gemma 3
+    (source / "preprocessor_config.json").write_text(json.dumps(rules))
     file = source / "model.safetensors"
     for before, after in case.renamed:
         tensors = load_file(file)
