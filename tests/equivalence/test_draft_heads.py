@@ -172,7 +172,7 @@ def test_a_prompt_that_another_engine_computes_has_its_features(heads, proposals
     """The decoding engine drafts behind blocks that it fetched."""
     if name == "deepseek_v3" and num_ranks != (1, 1):
         pytest.skip("native ranks do not share latents")
-    head, prompts = heads[name], prompts_of(300, 40)
+    head, prompts = heads[name], prompts_of(200, 40)
 
     async def run() -> list[object]:
         await met(prefill, decode)

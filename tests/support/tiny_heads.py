@@ -247,6 +247,7 @@ def tiny_mtp(folder: Path, family: str, *, copies: bool = True, seed: int = 0) -
         changes["num_nextn_predict_layers"] = 1
     else:
         changes["layer_types"] = kinds["layer_types"][:2]
+    if family.startswith("qwen3_5"):
         changes["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(whole.config | changes))
 
