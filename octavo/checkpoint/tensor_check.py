@@ -39,6 +39,9 @@ are scaled dynamically), Gemma 3n's tensors that its config disables.
 HEAD_BIAS = re.compile(r"(^|\.)(lm_head|output_layer|embed_out|proj_out)\.bias$")
 """Names of the bias of an output layer; it is read if a Program has logits."""
 
+DECODER_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+"""Names of tensors of a decoder's layers, not of a tower's."""
+
 KEYS = re.compile(r"\.self_attn\.([kv]_proj|[kv]_norm)\.")
 """Names of tensors for a layer's keys and values."""
 
@@ -102,7 +105,7 @@ def drafting_tensors(names: Iterable[str], config: dict[str, object]) -> list[st
     num_layers = config.get("num_hidden_layers")
     if not isinstance(num_layers, int):
         return []
-    matches = ((name, re.search(r"(?:^|\.)layers\.(\d+)\.", name)) for name in names)
+    matches = ((name, DECODER_LAYER.match(name)) for name in names)
     return [
         name
         for name, layer in matches

@@ -180,11 +180,8 @@ def test_a_prompt_that_another_engine_computes_has_its_features(heads, proposals
         return list(map(fingerprint, outputs))
 
     plain, _ = answers(prompts, PARAMS[0], model_path=head.path, backend="native")
-    options = {"model": str(head.path), **head.options}
-    with (
-        verified_at_any_cost(),
-        pair(("native", "llama", {}), num_ranks=num_ranks, **options) as (prefill, decode),
-    ):
+    model = ("native", "llama", {"model": str(head.path), **head.options})
+    with verified_at_any_cost(), pair(model, num_ranks=num_ranks) as (prefill, decode):
         found = asyncio.run(run())
         assert decode.stats().connector.num_loaded > 0
         assert decode.stats().num_draft_tokens > 10
