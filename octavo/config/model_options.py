@@ -24,10 +24,10 @@ class ModelOptions:
     mmproj: str | None = option(
         None,
         "Model",
-        "Load the vision tower of a GGUF model from this file",
+        "Read the vision tower of a GGUF file",
         details="A path, or OWNER/REPO/FILE.gguf on Hugging Face; none: load the language model"
         " alone. See [GGUF](../guides/gguf-and-tools.md).",
-        derived="the mmproj file beside the model",
+        derived="beside the file",
         metavar="FILE",
     )
     tokenizer: str | None = option(
@@ -177,8 +177,9 @@ class MediaOptions:
         None,
         "Multimodal",
         "Resize larger images to N tokens",
-        details="Applies to models that preserve the aspect ratio.",
-        derived="the model's longest edge, squared; without one, 2048",
+        details="Applies to models that preserve the aspect ratio. The default is a square of the"
+        " model's longest edge, or 2048 without one.",
+        derived="the model's, or 2048",
         low=1,
     )
     max_image_bytes: int = option(
