@@ -93,9 +93,8 @@ def gaps(path: Path, settings: Settings, emit: Emit) -> None:
 
 def drafts(path: Path, settings: Settings, emit: Emit) -> None:
     """Measures streams that repeat themselves, which n-grams of their own text continue."""
-    _with_and_without(
-        path, settings, emit, "drafts of n-grams", {"spec_method": "ngram"}, lambda _: {}
-    )
+    options = {"spec_method": "ngram", "async_scheduling": "auto"}
+    _with_and_without(path, settings, emit, "drafts of n-grams", options, lambda _: {})
 
 
 def one_adapter(path: Path, settings: Settings, emit: Emit) -> None:

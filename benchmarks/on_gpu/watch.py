@@ -89,7 +89,7 @@ class Watch:
 
 def program_of(llm: LLM) -> TorchProgram:
     """Returns the Program of an engine whose core is in this process."""
-    found = llm.frontend.profiler._runner.runnables[0]  # type: ignore[union-attr]
+    found = llm.frontend.profiler._runners.runnables[0]  # type: ignore[union-attr]
     assert isinstance(found, TorchProgram)
     return found
 

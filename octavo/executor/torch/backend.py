@@ -259,8 +259,10 @@ class TorchBackend(Backend):
         return kv
 
     def warm_up(self, prepared: TorchProgram, kv: TorchKvCache) -> None:
-        """Compiles the kernels of all steps that read token ids."""
+        """Compiles the kernels of all steps of a Program that reads token ids."""
         program = prepared.program
+        if "token_ids" not in program.inputs or any(g.kind == "cross" for g in program.groups):
+            return
         vocab_size = program.vocab_size if "logits" in program.outputs else None
         steps = warm_up_steps(
             self.options, len(kv.groups), ops.num_position_axes(program), vocab_size

@@ -26,7 +26,7 @@ def warm_up_steps(
 ) -> Iterator[StepBatch]:
     """Yields decode steps, steps of a prompt, and steps of both with and without a shared prefix.
 
-    With a `vocab_size` each is sampled greedily, and with and without cut-offs.
+    With a `vocab_size` a step is also sampled greedily, and with and without cut-offs.
     """
     shared = min(options.max_context, 2 * SPLIT_KEYS + 1)
     for most_rows in PLAIN_AND_PACKED_ROWS:
@@ -40,11 +40,9 @@ def warm_up_steps(
         ):
             rows = sum(count for count, _ in requests)
             if rows <= options.max_tokens and len(requests) <= options.max_requests:
-                batch = _step(requests, num_groups, num_axes)
-                if vocab_size is None:
-                    yield batch
-                else:
-                    yield from _sampled(batch, vocab_size)
+                yield _step(requests, num_groups, num_axes)
+    if vocab_size is not None:
+        yield from _sampled(_step([(1, 1)], num_groups, num_axes), vocab_size)
 
 
 def _step(requests: list[tuple[int, int]], num_groups: int, num_axes: int) -> StepBatch:
