@@ -403,7 +403,7 @@ def _cuts_inputs(weight: Weight) -> bool:
 
 
 def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
-    """Returns a rank's slice of the last axis."""
+    """Returns a weight's slice of the last axis."""
     assert weight.cut is not None and weight.cut.inputs is not None
     width = weight.cut.shape[-1]
     if packed.shape[-1] != width:
@@ -413,7 +413,7 @@ def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
     except ValueError as error:
         raise UnsupportedModel(
             f"{weight.name}: {error}",
-            hint="use fewer ranks, or --dtype bfloat16, which unpacks the weights",
+            hint="use --dtype bfloat16, which unpacks the weights",
         ) from None
 
 

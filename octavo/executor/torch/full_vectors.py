@@ -26,7 +26,9 @@ def by_full_vectors(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def linear_by_tiles(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes x `[1, in]` @ `weight [out, in]`^T + `bias [out]`."""
+    """Computes x `[T, in]` @ `weight [out, in]`^T + `bias [out]`; T is 1 if one rank's part shall
+    have the bits of the whole.
+    """
     rest = len(weight) % TILE_OUTPUTS if x.device.type == "cpu" else 0
     if not rest:
         return F.linear(x, weight, bias)
