@@ -77,10 +77,12 @@ def make_query_rows(
         return QueryRows((), len(singles), first_block, last_block)
     if not len(singles):
         return QueryRows(tuple(spans), 0)
-    single_arrays = on_device(np.stack([singles, starts[:-1][singles]]).astype(np.int64), device)
-    return QueryRows(
-        tuple(spans), len(singles), first_block, last_block, single_arrays[0], single_arrays[1]
-    )
+    # An even number of columns aligns both rows to 16 bytes: Triton compiles a kernel again for a
+    # pointer that is not.
+    arrays = np.zeros((2, len(singles) + len(singles) % 2), np.int64)
+    arrays[:, : len(singles)] = singles, starts[:-1][singles]
+    requests, rows = on_device(arrays, device)[:, : len(singles)]
+    return QueryRows(tuple(spans), len(singles), first_block, last_block, requests, rows)
 
 
 def first_keys(
