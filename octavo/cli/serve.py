@@ -36,17 +36,26 @@ def serve(
             metavar="FILE",
         ),
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print the chosen options with reasons, and exit")
+    ] = False,
     options: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     """Serve models with an OpenAI-compatible HTTP API. Stops on SIGTERM or Ctrl-C."""
-    from octavo.server.run import serve as run_server
-
     file = ServeConfig() if config is None else read_config(Path(config))
     settings = file.settings | settings
     if settings.get("strict"):
         options = {"strict_files": True} | options
     specs = file.specs(models or [], options)
+    if explain:
+        from octavo.cli.common.explained_fit import explain_fit
+
+        for spec in specs:
+            print("\n".join(explain_fit(spec.options)))
+        return
+    from octavo.server.run import serve as run_server
+
     run_server(specs, _settings(settings), file.engine_defaults(options))
 
 

@@ -26,6 +26,7 @@ from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.slot import EngineSlot
 from octavo.utils.progress import Report, quiet
 from octavo.wiring.budget import describe_shares, share_memory
+from octavo.wiring.fit import fit_to_memory
 from octavo.wiring.plan import plan_model
 from octavo.worker.capacity import Capacity
 from octavo.worker.machine import Machine
@@ -150,7 +151,12 @@ class ModelLoader:
             self._report(f"[{slot.name}] {text}" if len(self._models) > 1 else text)
             slot.report(text)
 
-        llm = AsyncLLM.from_options(report=report, when_started=slot.set_cancel, **task.options)
+        build = partial(AsyncLLM.from_options, report=report, when_started=slot.set_cancel)
+        try:
+            llm = build(**task.options)
+        except InsufficientMemory as refusal:
+            self._fit(task, refusal)
+            llm = build(**task.options)
         try:
             self._name_adapters(slot, llm)
         except BaseException:
@@ -209,6 +215,19 @@ class ModelLoader:
         if capacities:
             self._report(f"memory {format_bytes(free)}: {describe_shares(capacities, kv_bytes)}")
         return planned
+
+    def _fit(self, task: LoadTask, refusal: InsufficientMemory) -> None:
+        """Adds options with which a model fits into the free memory. Raises the refusal if it is
+        not the only model, or no options help.
+        """
+        others = any(slot.loaded is not None for slot in self._models)
+        if others or self._memory_budget is not None:
+            raise refusal
+        fit = fit_to_memory(task.options)
+        if fit is None or not fit.options:
+            raise refusal
+        self._report(f"fitted to the free memory: {fit.describe()}")
+        task.options |= fit.options
 
     def _set_share(
         self, task: LoadTask, capacities: Mapping[str, Capacity], kv_bytes: Mapping[str, int]

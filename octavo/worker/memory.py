@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from octavo.api.errors import ConfigError
+from octavo.api.errors import ConfigError, InsufficientMemory
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sizes import format_bytes
 from octavo.engine.protocol.kv_cache_spec import (
@@ -276,7 +276,8 @@ def _too_little(
         f"expected at least {format_bytes(least_bytes)} for one request of"
         f" {demand.max_model_len:,} tokens"
     )
-    return ConfigError(
+    kind = ConfigError if share is None else InsufficientMemory
+    return kind(
         f"{name}: got {format_bytes(given_bytes)}, {needed}", hint=hint if num_blocks else None
     )
 
