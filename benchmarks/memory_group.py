@@ -52,12 +52,31 @@ class MemoryGroup:
         if limit_bytes is not None:
             (self._path / limit).write_text(str(limit_bytes))
 
+    @property
+    def procs(self) -> Path:
+        """The file to which a process writes its id to join the group."""
+        return self._path / "cgroup.procs"
+
+    @property
+    def peak_bytes(self) -> int:
+        return int((self._path / self._peak).read_text())
+
+    @property
+    def num_kills(self) -> int:
+        """Number of processes that the kernel has killed for lack of memory."""
+        for name in ("memory.oom_control", "memory.events"):
+            with suppress(OSError):
+                text = (self._path / name).read_text()
+                counts = dict(line.split() for line in text.splitlines())
+                return int(counts.get("oom_kill", 0))
+        return 0
+
     def run(self, command: Sequence[str], timeout_s: float) -> Ended:
         """Runs a command to its end, in the group."""
         script = 'echo $$ > "$0" && exec "$@"'
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock
         done = subprocess.run(
-            ["sh", "-c", script, str(self._path / "cgroup.procs"), *command],
+            ["sh", "-c", script, str(self.procs), *command],
             check=False,
             capture_output=True,
             text=True,
@@ -65,8 +84,8 @@ class MemoryGroup:
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
         blocks = resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock - before
-        peak = int((self._path / self._peak).read_text())
-        return Ended(done.returncode, done.stdout, done.stderr, peak, blocks * SECTOR_BYTES)
+        peak_bytes, num_bytes = self.peak_bytes, blocks * SECTOR_BYTES
+        return Ended(done.returncode, done.stdout, done.stderr, peak_bytes, num_bytes)
 
     def __enter__(self) -> "MemoryGroup":
         return self
