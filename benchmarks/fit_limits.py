@@ -25,7 +25,7 @@ from memory_group import MemoryGroup
 
 from octavo.api.errors import InsufficientMemory
 from octavo.config.sizes import parse_bytes
-from octavo.wiring.fit import fit_to_memory
+from octavo.wiring.fitting.fit import fit_to_memory
 
 START_S = 300.0
 REQUESTS = 8

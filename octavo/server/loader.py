@@ -26,7 +26,7 @@ from octavo.server.state.directory import ModelDirectory
 from octavo.server.state.slot import EngineSlot
 from octavo.utils.progress import Report, quiet
 from octavo.wiring.budget import describe_shares, share_memory
-from octavo.wiring.fit import fit_to_memory
+from octavo.wiring.fitting.fit import fit_to_memory
 from octavo.wiring.plan import plan_model
 from octavo.worker.capacity import Capacity
 from octavo.worker.machine import Machine
@@ -227,7 +227,7 @@ class ModelLoader:
         if fit is None or not fit.options:
             raise refusal
         self._report(f"fitted to the free memory: {fit.describe()}")
-        task.options |= fit.options
+        task.options.update(fit.options)
 
     def _set_share(
         self, task: LoadTask, capacities: Mapping[str, Capacity], kv_bytes: Mapping[str, int]

@@ -71,7 +71,8 @@ class Example(NamedTuple):
 
     @property
     def is_server(self) -> bool:
-        return self.language == "shell" and self.words[:2] == ["octavo", "serve"]
+        is_serve = self.language == "shell" and self.words[:2] == ["octavo", "serve"]
+        return is_serve and "--explain" not in self.words
 
     @property
     def is_router(self) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 from octavo.api.errors import ConfigError
 from octavo.cli.common.style import paint
 from octavo.config.sizes import format_bytes
-from octavo.wiring.fit import TYPICAL_CONTEXT, EngineFit, fit_to_memory
-from octavo.wiring.machine_rates import get_ceilings
+from octavo.wiring.fitting.fit import TYPICAL_CONTEXT, EngineFit, fit_to_memory
+from octavo.wiring.fitting.machine_rates import get_ceilings
 from octavo.worker.speed import Roofline
 
 

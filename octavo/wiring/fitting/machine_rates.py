@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,23 +31,24 @@ def get_ceilings(plan: ModelPlan, path: Path | None = None) -> Ceilings:
     path = path or cache_dir() / FILE
     kinds = {repr(kind): kind for kind in plan.footprint.row_products.values()}
     backend = plan.config.backend
-    parts = [Machine().cpu_name(), backend.threads, backend.cpu_level, plan.footprint.code]
-    parts += [sorted(kinds), repr(plan.footprint.row_attention)]
+    parts: list[Any] = [Machine().cpu_name(), backend.threads, backend.cpu_level]
+    parts += [plan.footprint.code, sorted(kinds), repr(plan.footprint.row_attention)]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     known = _read(path)
     if not isinstance(known.get(key), dict):
         measured = _measure(plan)
-        rates = {repr(kind): rate for kind, rate in measured.row_rates.items()}
+        named = {repr(kind): rate for kind, rate in measured.row_rates.items()}
         known[key] = {
             "bandwidth": measured.bandwidth,
             "operations": measured.operations,
-            "row_rates": rates,
+            "row_rates": named,
             "kv_rate": measured.kv_rate,
             "stage_seconds": measured.stage_seconds,
         }
         _write(path, known)
     values = dict(known[key])
-    rates = {kinds[kind]: rate for kind, rate in values.pop("row_rates").items() if kind in kinds}
+    named = values.pop("row_rates")
+    rates: dict[Hashable, float] = {kinds[kind]: named[kind] for kind in named if kind in kinds}
     return Ceilings(**values, row_rates=rates)
 
 

@@ -43,7 +43,7 @@ Measure = Callable[[ModelPlan], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OptionChoice:
     """The value of an option, and why it was chosen."""
 
     option: str
@@ -74,53 +74,57 @@ class EngineFit:
         chosen = [choice for choice in self.choices() if choice.option in self.options]
         return "; ".join(f"{one.option} {one.value}: {one.reason}" for one in chosen)
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[OptionChoice]:
         """Yields the options that decide about memory, with the reasons."""
         plan, capacity, config = self.plan, self.plan.capacity, self.plan.config
         footprint, demand = plan.footprint, capacity.demand
         weights = sum(footprint.weight_bytes.values())
         if _reads_weights(plan):
             experts = footprint.read_in_part.get("experts")
-            yield Choice(
+            yield OptionChoice(
                 "weights_memory_bytes",
                 format_bytes(config.offload.weights_memory_bytes or 0),
                 f"all weights have {format_bytes(weights)}"
                 + ("" if experts else f"; a step reads {format_bytes(footprint.streamed_bytes)}"),
             )
-            yield Choice("weights_dir", str(config.offload.weights_dir), "weights are streamed")
+            yield OptionChoice(
+                "weights_dir", str(config.offload.weights_dir), "weights are streamed"
+            )
             if experts:
                 reason = "the experts used most often stay in memory"
-                yield Choice("weights_schedule", "experts", reason)
+                yield OptionChoice("weights_schedule", "experts", reason)
         else:
             reason = f"all weights fit, {format_bytes(weights)}"
-            yield Choice("weights_memory_bytes", "all", reason)
-        yield Choice(
+            yield OptionChoice("weights_memory_bytes", "all", reason)
+        yield OptionChoice(
             "max_num_batched_tokens",
             f"{demand.max_step_tokens:,}",
             f"activations of a step take {format_bytes(footprint.step_bytes)}",
         )
-        yield Choice(
+        yield OptionChoice(
             "kv_cache_dtype",
             footprint.kv_layouts[0].dtype if footprint.kv_layouts else "none",
             f"a token takes {format_bytes(capacity.kv_token_bytes)}",
         )
         limit = "the model's" if demand.max_model_len == plan.info.max_context_tokens else "fits"
-        yield Choice("max_model_len", f"{demand.max_model_len:,}", limit)
-        yield Choice(
+        yield OptionChoice("max_model_len", f"{demand.max_model_len:,}", limit)
+        yield OptionChoice(
             "kv_cache_memory_bytes",
             format_bytes(self.kv_bytes),
             f"{format_bytes(max(0, capacity.left_bytes))} are left beside weights and activations",
         )
         typical = min(TYPICAL_CONTEXT, demand.max_model_len)
         fit = self.kv_bytes // (capacity.request_bytes(typical) or 1) if plan.generates else 0
-        yield Choice(
+        yield OptionChoice(
             "max_num_seqs",
             f"{demand.max_num_seqs:,}",
             f"{fit:,} requests of {typical:,} tokens fit" if fit else "the default",
         )
-        yield Choice("threads", f"{config.backend.threads}", "physical cores, or the CPU quota")
+        yield OptionChoice(
+            "threads", f"{config.backend.threads}", "physical cores, or the CPU quota"
+        )
         speculation = config.scheduler.spec_method or "grammar"
-        yield Choice(
+        yield OptionChoice(
             "spec_method",
             speculation,
             "each verified token saves reading weights from disk"
@@ -303,7 +307,7 @@ def fit_to_memory(given: Options, memory_bytes: int | None = None) -> EngineFit 
     """Finds options for this machine's free memory, or for `memory_bytes`. Returns None if the
     memory is unknown, or the backend knows its own only after loading.
     """
-    from octavo.wiring.machine_rates import best_num_requests
+    from octavo.wiring.fitting.machine_rates import best_num_requests
 
     config = EngineConfig.from_options(**given)
     if memory_bytes is None:
