@@ -132,9 +132,8 @@ def plan(
     if disk is not None:
         ceilings = replace(ceilings, disk=disk.in_order)
     advice = NumaAdvice.of(model_plan, Machine().nodes(), ceilings.bandwidth)
-    own_options = options if advice is None else options | advice.options()
     report = PlanReport.of(
-        model_plan, ceilings, disk, suggested_flags(model_plan, memory_bytes, own_options), advice
+        model_plan, ceilings, disk, suggested_flags(model_plan, memory_bytes, options), advice
     )
     if json:
         import json as json_format

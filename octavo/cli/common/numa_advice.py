@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.cli.common.suggested_flags import TYPICAL_CONTEXT
 from octavo.worker.machine import NumaNode
@@ -63,10 +63,11 @@ class NumaAdvice:
             {layout: step.num_steps / step.seconds for layout, step in steps.items()},
         )
 
-    def options(self) -> dict[str, Any]:
-        """Returns the options of the suggested layout."""
-        names = {"engines": "data_parallel_size", "ranks": "tensor_parallel_size"}
-        return {names[self.layout]: self.num_nodes} if self.layout in names else {}
+    def _hint(self) -> str:
+        """Returns the option to plan with, since the layout changes the memory of a process."""
+        names = {"engines": "--data-parallel-size", "ranks": "--tensor-parallel-size"}
+        name = names.get(self.layout)
+        return "" if name is None else f"; plan again with {name} {self.num_nodes}"
 
     def describe(self) -> str:
         rates = ", ".join(
@@ -74,5 +75,5 @@ class NumaAdvice:
         )
         return (
             f"{self.num_nodes} nodes of {self.cores_per_node} cores:"
-            f" {REASONS[self.layout]} (estimated steps/s of one row: {rates})"
+            f" {REASONS[self.layout]} (estimated steps/s of one row: {rates}){self._hint()}"
         )
