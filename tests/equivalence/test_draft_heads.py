@@ -4,7 +4,6 @@ hits, and change no bit of an answer.
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import numpy as np
@@ -16,12 +15,11 @@ from octavo.api.errors import ConfigError, UnsupportedModel, WeightMismatch
 from octavo.engine.speculation import throughput
 from octavo.engine.speculation.step_cost_model import StepCostModel
 from octavo.worker.draft_model import DraftModel
-from tests.support.llm_tools import core_of, final, fingerprint, make_llm, prompts_of
+from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
 from tests.support.proposers import draft_counts, verified_at_any_cost
 from tests.support.tiers import examples
 from tests.support.tiny_heads import eagle3, tiny_eagle3, tiny_mtp
 from tests.support.tiny_models import tiny_model
-from tests.support.transfer_pairs import met, pair
 
 BASE = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
 PARAMS = [
@@ -164,30 +162,6 @@ def test_ranks_that_share_a_model_each_have_its_head(heads, proposals, name):
     assert found == plain and num_drafted > 30
     tokens, guess = proposals[-1]
     assert guess == head.guess(tokens, len(guess))
-
-
-@pytest.mark.parametrize("num_ranks", [(1, 1), (2, 1)])
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text"])
-def test_a_prompt_that_another_engine_computes_has_its_features(heads, proposals, name, num_ranks):
-    """The decoding engine drafts behind blocks that it fetched."""
-    if name == "deepseek_v3" and num_ranks != (1, 1):
-        pytest.skip("native ranks do not share latents")
-    head, prompts = heads[name], prompts_of(200, 40)
-
-    async def run() -> list[object]:
-        await met(prefill, decode)
-        outputs = await asyncio.gather(*(final(decode, each, PARAMS[0]) for each in prompts))
-        return list(map(fingerprint, outputs))
-
-    plain, _ = answers(prompts, PARAMS[0], model_path=head.path, backend="native")
-    model = ("native", "llama", {"model": str(head.path), **head.options})
-    with verified_at_any_cost(), pair(model, num_ranks=num_ranks) as (prefill, decode):
-        found = asyncio.run(run())
-        assert decode.stats().connector.num_loaded > 0
-        assert decode.stats().num_draft_tokens > 10
-    assert found == plain
-    for tokens, guess in proposals[-2:]:
-        assert guess == head.guess(tokens, len(guess))
 
 
 @pytest.mark.parametrize(("rate", "fewest"), [(0.64, 1.8), (0.82, 1.8), (0.0, 0.97)])

@@ -13,7 +13,7 @@ from typing import Literal
 
 from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.checkpoint.ports import ModelHeader
-from octavo.config.config_hooks import config_hooks
+from octavo.config.config_hooks import config_hooks, transfer_option
 from octavo.config.engine_config import EngineConfig
 from octavo.models.draft_heads import mtp_head
 from octavo.program.program import Program
@@ -64,7 +64,11 @@ def _can_verify_drafts(config: EngineConfig, program: Program) -> bool:
 
 def _can_use_head(config: EngineConfig) -> bool:
     """Returns whether the options support a draft head."""
-    return config.offload.weights_memory_bytes is None and config.cache.kv_cache
+    return (
+        config.offload.weights_memory_bytes is None
+        and not transfer_option(config)
+        and config.cache.kv_cache
+    )
 
 
 def _has_head(header: ModelHeader, program: Program, names: Collection[str] | None) -> bool:

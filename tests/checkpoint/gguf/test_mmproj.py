@@ -42,11 +42,6 @@ CASES = {
         *("Gemma3ForConditionalGeneration",) * 2,
         (("vision_tower.", "vision_tower.vision_model."),),
     ),
-    "internvl": Case(
-        "Qwen2ForCausalLM",
-        "InternVisionModel",
-        tuple((each, f"model.{each}") for each in ("vision_tower.", "multi_modal_projector.")),
-    ),
     "llava:pixtral": Case(*("LlavaForConditionalGeneration",) * 2),
     "mistral3": Case(*("Mistral3ForConditionalGeneration",) * 2),
     "qwen2_vl": Case(*("Qwen2VLForConditionalGeneration",) * 2),
