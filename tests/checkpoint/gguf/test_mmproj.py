@@ -102,7 +102,8 @@ def test_towers_are_those_of_the_safetensors(family: str, tmp_path: Path) -> Non
             if ours.fill is None:
                 stored = WeightReader(checkpoint).load(ours).dequantize()
                 expected = WeightReader(whole).load(theirs).dequantize()
-                np.testing.assert_allclose(stored, expected, rtol=1e-5, err_msg=ours.name)
+                # The converter rounds Gemma 3's projection to half precision.
+                np.testing.assert_allclose(stored, expected, rtol=1e-3, err_msg=ours.name)
 
 
 def test_the_file_beside_a_model_is_read(tmp_path: Path) -> None:
