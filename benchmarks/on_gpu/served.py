@@ -57,7 +57,14 @@ def _load(
         if isinstance(value, bool)
     ]
     command = [
-        *(sys.executable, "-m", "octavo", "bench", "serve", "--json"),
+        *(
+            sys.executable,
+            "-c",
+            "from octavo.cli.main import main; main()",
+            "bench",
+            "serve",
+            "--json",
+        ),
         *(f"--max-concurrency={at_once}", f"--num-requests={2 * at_once}"),
         *(f"--input-len={prompt}", f"--output-len={output}"),
         *flags,
