@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ DEFAULT_SERVER = "octavo serve smollm2"
 """What a reader has started before a page's first request, unless the page starts a server."""
 CONSOLE = re.compile(r"^    \$ (.+)\n((?:    (?!\$ ).+\n)*)", re.MULTILINE)
 """A command of a docstring, and what it prints."""
-PORT = re.compile(r"(?<=127\.0\.0\.\d:)80\d\d|(?<=--port )80\d\d")
+PORT = re.compile(r"(?<=127\.0\.0\.1:)80\d\d|(?<=--port )80\d\d")
 PLACEHOLDERS = {
     r"\bMODEL\b": "smollm2",
     r"(?<= )/data/": "data/",
@@ -36,13 +35,7 @@ PLACEHOLDERS = {
     r"cross-encoder/[\w-]+": "minilm",
 }
 """Words of the examples for which readers write their own."""
-KEY = "sk-one"
-"""Key of the access guide's key file."""
-UNTIL_STOPPED = ("octavo top", "octavo replay")
-"""Commands that print something and then run until they are stopped."""
-TYPED = dict.fromkeys(
-    ("octavo chat", "octavo chat smollm2 --session notes"), "Name the capital of France.\n/bye\n"
-)
+TYPED = {"octavo chat": "Name the capital of France.\n/bye\n"}
 """What a reader types into a command."""
 
 
@@ -73,10 +66,6 @@ class Example(NamedTuple):
     def is_server(self) -> bool:
         is_serve = self.language == "shell" and self.words[:2] == ["octavo", "serve"]
         return is_serve and "--explain" not in self.words
-
-    @property
-    def is_router(self) -> bool:
-        return self.language == "shell" and self.words[:2] == ["octavo", "route"]
 
 
 class Ended(NamedTuple):
@@ -121,7 +110,7 @@ class DocSession:
         """The page's own placeholders."""
         self._ports: dict[str, str] = {}
         self._servers: dict[str, subprocess.Popen[bytes]] = {}
-        """Running servers by their documented addresses."""
+        """Running servers by their documented ports."""
         self._command = ""
         self._section: str | None = None
         """The command of the server at port 8000, and the section whose requests it answers."""
@@ -139,17 +128,11 @@ class DocSession:
         text = self._filled(example.text)
         if example.is_server:
             self._section = example.section
-            return self._serve(text)
-        if example.is_router:
-            return self._start("router", f"{text} --port {self._port('8080')}", "routing to ")
-        if example.text.startswith("export "):
-            return self._export(text)
-        if example.text.startswith(UNTIL_STOPPED):
-            return self._interrupt(text)
+            return self._serve(text, example.words)
         if "127.0.0.1:8000" in example.text and self._section != example.section:
             self._section = example.section
             if self._command != example.server:
-                self._serve(self._filled(example.server))
+                self._serve(self._filled(example.server), example.server.split())
         if example.language == "python":
             name = Path(example.page).stem if example.page.endswith(".py") else "example"
             script = self.folder / f"{name}.py"
@@ -178,51 +161,15 @@ class DocSession:
         )
         return Ended(ended.returncode, ended.stdout, ended.stderr)
 
-    def _export(self, text: str) -> Ended:
-        """Sets variables for the commands that follow."""
-        ended = self._run(["bash", "-c", f"{text.partition('#')[0]}\nenv -0"])
-        variables = dict(line.split("=", 1) for line in ended.out.split("\0") if "=" in line)
-        names = re.findall(r"(\w+)=", text)
-        self._environment |= {name: variables[name] for name in names}
-        return ended._replace(out=" ".join(names))
-
-    def _interrupt(self, text: str) -> Ended:
-        """Runs a command until it has printed a line, and interrupts it."""
-        log = self.folder / "interrupted.log"
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                ["bash", "-c", f"exec {text}"],
-                cwd=self.folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        until(lambda: "\n" in log.read_text() or process.poll() is not None, START_S)
-        process.send_signal(signal.SIGINT)
-        code = process.wait(60)
-        return Ended(0 if code == 130 else code, log.read_text(), log.read_text())
-
-    def _serve(self, text: str) -> Ended:
-        """Starts a server in place of one at the same address; returns its answer to a question."""
-        words = shlex.split(text, comments=True)
-        host = words[words.index("--host") + 1] if "--host" in words else "127.0.0.1"
-        port = words[words.index("--port") + 1] if "--port" in words else self._port("8000")
-        if port == self._port("8000"):
+    def _serve(self, text: str, words: list[str]) -> Ended:
+        """Starts a server in place of one at the same port; returns its answer to a question."""
+        port = words[words.index("--port") + 1] if "--port" in words else "8000"
+        if port in self._servers:
+            self.close()
+        if port == "8000":
             self._command = text
         if "--port" not in words:
-            text = text.replace(" serve", f" serve --port {port}", 1)
-        ended = self._start(f"{host}:{port}", text, "\ntry: ")
-        if ended.code:
-            return ended
-        key = words[words.index("--api-key") + 1] if "--api-key" in words else KEY
-        question = ended.out.rpartition("\ntry: ")[2].splitlines()[0]
-        return self._run(["bash", "-c", question.replace("$OCTAVO_API_KEY", key)])
-
-    def _start(self, address: str, text: str, ready: str) -> Ended:
-        """Starts a server in place of one at the same address; returns its log."""
-        if address in self._servers:
-            self.close()
+            text = text.replace(" serve", f" serve --port {self._port(port)}", 1)
         log = self.folder / f"server-{len(list(self.folder.glob('server-*.log')))}.log"
         with log.open("wb") as file:
             server = subprocess.Popen(
@@ -233,13 +180,17 @@ class DocSession:
                 stdout=file,
                 stderr=file,
             )
-        self._servers[address] = server
-        until(lambda: ready in log.read_text() or server.poll() is not None, START_S)
-        if server.poll() is not None or ready not in log.read_text():
+        self._servers[port] = server
+        until(lambda: "\ntry: " in log.read_text() or server.poll() is not None, START_S)
+        if server.poll() is not None or "\ntry: " not in log.read_text():
             server.kill()
-            code = self._servers.pop(address).wait(60)
+            code = self._servers.pop(port).wait(60)
             return Ended(code or 1, "", log.read_text())
-        return Ended(0, log.read_text(), "")
+        return self._run(["bash", "-c", self._question(log.read_text())])
+
+    def _question(self, log: str) -> str:
+        """Returns the command that a server suggests when it is ready."""
+        return log.rpartition("\ntry: ")[2].splitlines()[0]
 
     def _filled(self, text: str) -> str:
         for pattern, value in {**self.placeholders, **PLACEHOLDERS}.items():
