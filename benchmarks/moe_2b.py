@@ -1,10 +1,11 @@
 """Makes `moe-2b`, the experts' standard model: a random qwen3_moe in Q4_0, one GGUF file that
 Octavo and llama.cpp both read.
 
-    python benchmarks/moe_2b.py FILE.gguf
+    python benchmarks/moe_2b.py FILE.gguf [--skew 0.5]
 
 1.93 G parameters, of which a token uses 0.34 G. Its numbers are seeded, so the file is the same
-each time; it measures speed, and says nothing. Needs the package gguf (extra `dev`).
+each time; it measures speed, and says nothing. With a skew S, the router's row of the n-th expert
+is n^-S times as long, so that routers prefer some experts. Needs the package gguf (extra `dev`).
 """
 
 import argparse
@@ -110,7 +111,7 @@ def write_vocabulary(writer: GGUFWriter, size: int) -> None:
     writer.add_bos_token_id(size - 2)
 
 
-def write(path: Path, shape: Shape) -> None:
+def write(path: Path, shape: Shape, skew: float = 0.0) -> None:
     draw = np.random.default_rng(0)
     writer = GGUFWriter(path, "qwen3moe")
     write_header(writer, shape)
@@ -119,6 +120,9 @@ def write(path: Path, shape: Shape) -> None:
         writer.add_tensor(name, q4_0(draw, size), raw_dtype=kind)
     for name, size in floats(shape):
         plain = np.ones(size) if len(size) == 1 else WIDTH * draw.standard_normal(size)
+        if len(size) > 1:
+            order = np.random.default_rng(len(name)).permutation(size[0])
+            plain *= ((1 + order) ** -skew)[:, None]
         writer.add_tensor(name, plain.astype(np.float32))
     finish(writer)
 
@@ -141,5 +145,15 @@ def file_argument(description: str | None) -> Path:
     return file
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--skew", type=float, default=0.0)
+    args = parser.parse_args()
+    write(args.file, Shape(), args.skew)
+
+
 if __name__ == "__main__":
-    write(file_argument(__doc__), Shape())
+    main()

@@ -7,8 +7,10 @@
 
 Both get `--memory` and what Octavo asks for besides (`octavo plan`); the limit counts the cache of
 files too. The bound of a stream is the rate at which the disk gives the same file in Octavo's
-blocks, measured beside each run, divided by the bytes that a step reads. Prints a JSON line per
-result. Needs the right to make groups below `--cgroup`, and a machine that does nothing else.
+blocks, measured beside each run, divided by the bytes that a step reads; `--schedule experts` reads
+what routers choose (`moe_2b.py --skew` makes a model whose routers prefer some experts), and has no
+such bound. Prints a JSON line per result. Needs the right to make groups below `--cgroup`, and a
+machine that does nothing else.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from memory_group import Ended, MemoryGroup
@@ -47,6 +49,8 @@ class Round:
     requests: int
     prompt: int
     output: int
+    packed: set[str] = field(default_factory=set)
+    """Schedules whose file has been written."""
 
     def options(self, memory: int, schedule: str) -> dict[str, object]:
         return {
@@ -80,20 +84,24 @@ class Round:
         with MemoryGroup(self.cgroup, limit) as group:
             return group.run(command, TIMEOUT_S)
 
-    def limit(self, memory: int) -> int:
+    def limit(self, memory: int, schedule: str) -> int:
         """Returns what Octavo asks for with KV of all requests; packs the file before that."""
-        options = self.options(memory, "pinned")
-        if not list(self.directory.glob("*.weights")):
+        options = self.options(memory, schedule)
+        before = set(self.directory.glob("*.weights"))
+        if schedule not in self.packed:
+            self.packed.add(schedule)
             ended = self.run("octavo", options, None)
             if not self.rates(ended):
                 raise SystemExit(f"octavo failed:\n{ended.stderr[-2000:]}")
+            written = set(self.directory.glob("*.weights")) - before
+            print(json.dumps({"schedule": schedule, "files": len(written)}), flush=True)
         capacity = self.plan(options).capacity
         tokens = self.requests * (self.prompt + self.output + 2 * BLOCK)
         return capacity.fixed_bytes + int(tokens * capacity.kv_token_bytes) + BEGUN_BYTES
 
     def disk_rate(self) -> float:
         """Measures the rate at which the disk gives the file of weights."""
-        (path,) = self.directory.glob("*.weights")
+        path = next(self.directory.glob("*.weights"))
         rates = measure_file(path, seconds=DISK_S)
         if rates is None:
             raise SystemExit(f"{self.directory}: its file system has no direct reads")
@@ -126,11 +134,11 @@ def results(
     work: Round, memory: int, schedules: list[str], llama: Path | None
 ) -> Iterator[dict[str, object]]:
     """Yields what one round finds for one allowance of memory."""
-    limit = work.limit(memory)
     for schedule in schedules:
+        limit = work.limit(memory, schedule)
         options = work.options(memory, schedule)
         streamed, rate = work.plan(options).footprint.streamed_bytes, work.disk_rate()
-        bound = rate / streamed
+        bound = rate / streamed if streamed else None  # experts: what is read depends on routing
         ended = work.run("octavo", options, limit)
         rates = work.rates(ended)
         yield {
@@ -138,7 +146,9 @@ def results(
             "schedule": schedule,
             "disk_bytes_per_s": round(rate),
             "streamed_bytes": streamed,
-            "of_bound": {
+            "of_bound": {}
+            if bound is None
+            else {
                 streams: round(found / bound / int(streams), 3) for streams, found in rates.items()
             },
         }
@@ -179,7 +189,7 @@ def main() -> None:
     parser.add_argument("--weights-dir", type=Path, required=True)
     parser.add_argument("--memory", action="append", required=True)
     parser.add_argument("--cgroup", type=Path, required=True)
-    parser.add_argument("--schedule", action="append", choices=("pinned", "layers"))
+    parser.add_argument("--schedule", action="append", choices=("pinned", "layers", "experts"))
     parser.add_argument(
         "--llamacpp", type=Path, help="llama-batched-bench, or a Python that has xllamacpp"
     )

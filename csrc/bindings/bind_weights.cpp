@@ -22,8 +22,8 @@ using namespace nb::literals;
 
 namespace {
 
-std::shared_ptr<PackedTiles> tiles_in(const std::shared_ptr<WeightStream>& stream, size_t offset,
-                                      const TileTuple& layout) {
+// Returns tiles with a layout, without memory.
+std::shared_ptr<PackedTiles> lay_out(const TileTuple& layout) {
     const auto& [code, scale_type, zero_point_kind, half_groups, half_factors, span, zero_point, num_rows,
                  num_inputs, stride, table, numbers] = layout;
     if (table.size() != kTile || numbers.size() != kTile)
@@ -40,10 +40,19 @@ std::shared_ptr<PackedTiles> tiles_in(const std::shared_ptr<WeightStream>& strea
     std::copy(table.begin(), table.end(), packed->tiles.table);
     std::copy(numbers.begin(), numbers.end(), packed->tiles.numbers);
     packed->tiles.tile_stride = stride;
-    const Tiles& t = packed->tiles;
-    if (stride < t.tile_bytes ||
-        offset + (t.num_tiles() - 1) * stride + t.tile_bytes > stream->memory_bytes())
+    return packed;
+}
+
+// Throws if tiles at an offset are not within `bytes`.
+void check_inside(const Tiles& t, size_t offset, size_t bytes) {
+    if (t.tile_stride < t.tile_bytes || offset + (t.num_tiles() - 1) * t.tile_stride + t.tile_bytes > bytes)
         throw std::invalid_argument("tiles outside the memory of weights");
+}
+
+std::shared_ptr<PackedTiles> tiles_in(const std::shared_ptr<WeightStream>& stream, size_t offset,
+                                      const TileTuple& layout) {
+    auto packed = lay_out(layout);
+    check_inside(packed->tiles, offset, stream->memory_bytes());
     packed->memory = {stream, stream->memory() + offset};
     packed->tiles.data = packed->memory.get();
     return packed;
@@ -63,6 +72,18 @@ std::vector<NeuronCache::Layer> make_neuron_layers(const std::vector<NeuronTuple
     for (const auto& [offset, neurons, up_bytes, record_bytes, slots, pinned] : tuples)
         layers.push_back({offset, neurons, up_bytes, record_bytes, slots, pinned});
     return layers;
+}
+
+// Returns the tiles at an offset in each record of a layer.
+std::shared_ptr<PackedTiles> tiles_of_records(const std::shared_ptr<NeuronCache>& cache, int layer,
+                                              size_t offset, const TileTuple& layout) {
+    if (layer < 0 || layer >= cache->num_layers()) throw std::invalid_argument("no layer of the cache");
+    auto packed = lay_out(layout);
+    check_inside(packed->tiles, offset, cache->layer(layer).record_bytes);
+    packed->tiles.data = reinterpret_cast<const uint8_t*>(offset);
+    packed->records = cache;
+    packed->layer = layer;
+    return packed;
 }
 
 // Returns the tiles of a layer's down projection, which reads the columns of the cache: scales only.
@@ -125,12 +146,15 @@ void bind_weights(nb::module_& m) {
         .def(
             "__init__",
             [](NeuronCache* self, const std::string& path, const std::vector<NeuronTuple>& layers,
-               int num_threads, size_t max_read_bytes, size_t gap_bytes, int window) {
+               int num_threads, size_t max_read_bytes, size_t gap_bytes, int window, double half_life,
+               bool predicts) {
                 nb::gil_scoped_release release;
-                new (self) NeuronCache({path, num_threads, max_read_bytes, gap_bytes, window},
-                                       make_neuron_layers(layers));
+                new (self)
+                    NeuronCache({path, num_threads, max_read_bytes, gap_bytes, window, half_life, predicts},
+                                make_neuron_layers(layers));
             },
             "path"_a, "layers"_a, "num_threads"_a, "most_bytes"_a, "gap_bytes"_a, "window"_a,
+            "half_life"_a = 0.0, "predicts"_a = false,
             "Layers are (offset in the file, neurons, bytes of its rows, bytes of a record, slots, pinned "
             "neurons).")
         .def_static(
@@ -151,6 +175,8 @@ void bind_weights(nb::module_& m) {
                 self.fill(layer, records.data(), records.size());
             },
             "layer"_a, "records"_a, "Sets all records of a layer of a cache in memory.")
+        .def("tiles", &tiles_of_records, "layer"_a, "offset"_a, "layout"_a,
+             "Returns the PackedTiles at an offset in each record of a layer.")
         .def("columns", &columns_in, "layer"_a, "scales"_a,
              "Returns the PackedTiles of a layer's down projection, whose outputs have these scales.")
         .def_prop_ro("is_direct", &NeuronCache::is_direct)

@@ -113,6 +113,14 @@ class OpFactory {
     void operator()(ExpertsSpec& spec) {
         for (const auto* list : {&spec.weights, &spec.ups})
             for (const PackedTiles& expert : *list) note_weight(expert.tiles, *spec.input);
+        if (const PackedTiles& first = spec.weights.front(); first.records) {
+            ExpertChoice& choice = plan_.choices[spec.route];
+            check_cache(*first.records, first.layer, choice.num_experts);
+            require(static_cast<int>(spec.weights.size()) == choice.num_experts && !choice.gathers,
+                    "experts of several ranks in a cache");
+            use_cache(first.records);
+            choice.cache_layer = first.layer;
+        }
         if (spec.scaled_by.width)
             grow(sizes_.num_scores, static_cast<size_t>(spec.x.width + kGroup - 1) / kGroup * kGroup);
         if (!spec.fuses_input)
@@ -137,8 +145,7 @@ class OpFactory {
     // Selects the neurons, then computes their rows as they arrive.
     void operator()(NeuronsSpec& spec) {
         check_cache(*spec.cache, spec.layer, spec.opened.width);
-        require(!plan_.neurons || plan_.neurons == spec.cache, "neurons of two caches");
-        plan_.neurons = spec.cache;
+        use_cache(spec.cache);
         const Tiles tiles = neuron_tiles(spec.x.width);
         if (spec.input) {
             require(spec.out.width == spec.opened.width, "the number of neurons is not that of the cache");
@@ -197,6 +204,10 @@ class OpFactory {
         require(kernels_.row_type(weight.code) == rows.type,
                 "weights with different types of quantized rows in one matmul");
         grow(sizes_.matmul_scratch, kernels_.scratch_bytes(weight));
+    }
+    void use_cache(const std::shared_ptr<NeuronCache>& cache) {
+        require(!plan_.neurons || plan_.neurons == cache, "records of two caches");
+        plan_.neurons = cache;
     }
     static void check_cache(const NeuronCache& cache, int layer, int num_neurons) {
         require(layer >= 0 && layer < cache.num_layers(), "neurons of no layer");

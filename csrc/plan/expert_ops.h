@@ -15,6 +15,14 @@ namespace {
 
 // -- routing --
 
+// Requests the experts that have rows, if they are not all in memory.
+void request_experts(const View& view, const ExpertPlan& plan) {
+    if (plan.cache_layer < 0) return;
+    NeuronCache& cache = *view.runner.plan().neurons;
+    for (const ExpertPlan::Block& block : plan.blocks) cache.mark(block.expert);
+    cache.request(plan.cache_layer);
+}
+
 struct RouteOp : Op {
     static constexpr int kRowsPerItem = 4;
     RouteSpec spec;
@@ -39,7 +47,9 @@ struct RouteOp : Op {
                                                    next_input->norm.args(),
                                                    view.runner.quantized_rows(*next_input), row);
         }
-        if (assigns_rows(view, plan)) plan.assign_rows(view.batch.num_tokens);
+        if (!assigns_rows(view, plan)) return;
+        plan.assign_rows(view.batch.num_tokens);
+        request_experts(view, plan);
     }
 
     // Writes a row's experts and their weights, best first. NaN logits choose some expert too, so that such
@@ -141,7 +151,9 @@ struct SortRowsByExpertOp : Op {
         return plan.gathers || RouteOp::assigns_rows(view, plan) ? 0 : 1;
     }
     void run(const View& view, int, ThreadState&, int) const override {
-        view.runner.expert_plan(route).assign_rows(view.batch.num_tokens);
+        ExpertPlan& plan = view.runner.expert_plan(route);
+        plan.assign_rows(view.batch.num_tokens);
+        request_experts(view, plan);
     }
 };
 
@@ -245,6 +257,13 @@ struct ExpertsOp : Op {
     void run(const View& view, int item, ThreadState& thread, int op_index) const override {
         const int chunk = tiles_per_item(view), index = item / chunks(view);
         const ExpertPlan::Block& block = plan(view).blocks[index];
+        const uint8_t* record = nullptr;
+        if (const PackedTiles& weight = spec.weights.front(); weight.records) {
+            record = weight.records->await_record(weight.layer, block.expert);
+            if (!record) return;
+        }
+        const Tiles weight = in_memory(spec.weights[block.expert], record);
+        const Tiles up = spec.ups.empty() ? weight : in_memory(spec.ups[block.expert], record);
         QuantizedRows x = view.runner.quantized_rows(*spec.input);
         int64_t x0 = block.row0;
         if (spec.input->area == RowArea::attended) {
@@ -253,7 +272,13 @@ struct ExpertsOp : Op {
         }
         const int tile0 = item % chunks(view) * chunk, tile1 = std::min(num_tiles(), tile0 + chunk);
         for (int tile = tile0; tile < tile1; tile += 2)
-            write(view, thread, block, x, x0, {tile, std::min(2, tile1 - tile)});
+            write(view, thread, block, x, x0, {&weight, &up, tile, std::min(2, tile1 - tile)});
+    }
+    // Returns a weight's tiles. Those of an expert in a cache are in its record.
+    static Tiles in_memory(const PackedTiles& weight, const uint8_t* record) {
+        Tiles tiles = weight.tiles;
+        if (record) tiles.data = record + reinterpret_cast<uintptr_t>(tiles.data);
+        return tiles;
     }
 
     // Copies the rows of a block's tokens to adjacent rows in the thread's memory.
@@ -271,6 +296,7 @@ struct ExpertsOp : Op {
     }
 
     struct TilePair {
+        const Tiles *weight, *up;
         int tile, count;
     };
     void write(const View& view, ThreadState& thread, const ExpertPlan::Block& block, const QuantizedRows& x,
@@ -278,8 +304,8 @@ struct ExpertsOp : Op {
         const KernelTable& k = view.runner.kernels();
         const int column = tiles.tile * kTile;
         float* out = spec.next_input ? thread.group.data() : view.at(spec.out, block.row0) + column;
-        const TileMatmul matmul{.weight = &spec.weights[block.expert].tiles,
-                                .up = spec.ups.empty() ? nullptr : &spec.ups[block.expert].tiles,
+        const TileMatmul matmul{.weight = tiles.weight,
+                                .up = spec.ups.empty() ? nullptr : tiles.up,
                                 .tile = tiles.tile,
                                 .count = tiles.count,
                                 .x = x,

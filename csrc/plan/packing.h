@@ -14,6 +14,8 @@
 
 namespace octavo {
 
+class NeuronCache;
+
 // Layout of a weight in tiles.
 struct TileFormat {
     Code code;
@@ -33,6 +35,9 @@ inline size_t total_bytes(const Tiles& tiles) { return tiles.num_tiles() * tiles
 struct PackedTiles {
     Tiles tiles;
     std::shared_ptr<uint8_t> memory;
+    // Cache with a record of each expert, and its layer; `tiles.data` is then the offset in a record.
+    std::shared_ptr<NeuronCache> records{};
+    int layer = 0;
     size_t num_bytes() const { return total_bytes(tiles); }
 };
 

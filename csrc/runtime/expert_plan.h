@@ -16,6 +16,7 @@ struct ExpertChoice {
     bool scales_rows = false;  // whether the weights are applied to the rows instead of their sum
     // Whether its tokens are those of all engines that share the experts, in the engines' order.
     bool gathers = false;
+    int cache_layer = -1;  // layer of the cache that reads the experts; -1: they are in memory
 
     // Returns the rows that `max_tokens` tokens need at most.
     size_t max_rows(int max_tokens) const;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
@@ -12,6 +13,11 @@ namespace octavo {
 namespace {
 
 constexpr size_t kSlack = 64;  // read after the last record by kernels that load 64 outputs at a time
+constexpr float kMaxGain = 1e20F;
+// Predictions are used while this share of the neurons that they would read is used.
+constexpr double kMinAccuracy = 0.5;
+constexpr double kAccuracyWeight = 1.0 / 64;  // of a step in the running mean
+constexpr size_t kMaxPredicted = 64;  // neurons of a layer up to which the next layer's are predicted
 constexpr size_t kGroupInputs = 64;  // inputs of column matmuls are padded to a multiple of it
 
 size_t landing_bytes(const std::vector<NeuronCache::Layer>& layers) {
@@ -120,6 +126,10 @@ void NeuronCache::lay_out(std::vector<Layer> layers) {
         state.neuron_by_slot.assign(slots, -1);
         state.used_at.assign(slots, -1);
         state.is_prefetched.assign(state.shape.num_neurons, 0);
+        if (source_.half_life > 0) state.uses.assign(state.shape.num_neurons, 0.0F);
+        if (source_.predicts && &state != layers_.data())
+            state.follows.assign(
+                static_cast<size_t>((&state - 1)->shape.num_neurons) * state.shape.num_neurons, 0.0F);
         for (size_t i = 0; i < state.shape.pinned.size(); i++) {
             const int neuron = state.shape.pinned[i], slot = state.shape.num_slots + static_cast<int>(i);
             if (neuron < 0 || neuron >= state.shape.num_neurons || state.slot_by_neuron[neuron] >= 0)
@@ -211,7 +221,7 @@ void NeuronCache::request(int layer) {
         for (const int neuron : running_->requested) columns_[neuron] = zeros_;
     LayerState& state = layers_[layer];
     if (!prefetches_.empty()) finish_prefetch(&state);
-    running_ = &state;
+    const LayerState* const before = std::exchange(running_, &state);
     evict_old(state);
     collect_marks(state);
     const size_t record = state.shape.record_bytes, column = state.shape.up_bytes;
@@ -220,12 +230,13 @@ void NeuronCache::request(int layer) {
     state.num_found = static_cast<int>(state.requested.size());
     num_found_.fetch_add(state.num_found, std::memory_order_relaxed);
     num_read_.fetch_add(static_cast<int64_t>(missing_.size()), std::memory_order_relaxed);
-    const std::vector<int32_t> slots = free_slots(state, missing_.size());
+    count_uses(state);
+    const std::vector<int32_t> slots = choose_slots(state);
     reads_.clear();
     for (size_t i = 0; i < missing_.size(); i++) {
         const int neuron = missing_[i];
         uint8_t* to = landing_ + neuron * record;
-        if (!slots.empty()) {
+        if (slots[i] >= 0) {
             to = state.slots + slots[i] * record;
             state.slot_by_neuron[neuron] = slots[i];
             state.neuron_by_slot[slots[i]] = neuron;
@@ -235,12 +246,97 @@ void NeuronCache::request(int layer) {
         reads_.push_back({file_offset(state, neuron), to});
         state.requested.push_back(neuron);
     }
-    const std::lock_guard lock(mutex_);
-    jobs_ = make_jobs(reads_, state);
-    next_ = done_ = 0;
-    is_done_.assign(jobs_.size(), 0);
-    arrived_.store(0, std::memory_order_release);
-    may_read_.notify_all();
+    {
+        const std::lock_guard lock(mutex_);
+        jobs_ = make_jobs(reads_, state);
+        next_ = done_ = 0;
+        is_done_.assign(jobs_.size(), 0);
+        arrived_.store(0, std::memory_order_release);
+        may_read_.notify_all();
+    }
+    if (!source_.predicts) return;
+    if (layer > 0 && before == &state - 1) learn(*before, state);
+    if (layer + 1 < num_layers()) predict_next(layer);
+}
+
+// Counts the uses of the requested and the missing neurons. Old counts decay because new ones have a larger
+// weight.
+void NeuronCache::count_uses(LayerState& state) const {
+    if (state.uses.empty()) return;
+    state.gain *= static_cast<float>(std::exp2(1 / source_.half_life));
+    if (state.gain > kMaxGain) {
+        for (float& use : state.uses) use /= state.gain;
+        for (float& follow : state.follows) follow /= state.gain;
+        state.gain = 1;
+    }
+    for (const int neuron : state.requested) state.uses[neuron] += state.gain;
+    for (const int neuron : missing_) state.uses[neuron] += state.gain;
+}
+
+// Returns a slot for each missing neuron, or -1 for neurons that are used less often than those in the
+// slots. Without counts: slots for all, or for none if they are too few.
+std::vector<int32_t> NeuronCache::choose_slots(LayerState& state) const {
+    std::vector<int32_t> chosen(missing_.size(), -1);
+    if (state.uses.empty()) {
+        const std::vector<int32_t> slots = free_slots(state, missing_.size());
+        return slots.empty() ? chosen : slots;
+    }
+    const auto use = [&](int32_t slot) {
+        return state.neuron_by_slot[slot] < 0 ? -1.0F : state.uses[state.neuron_by_slot[slot]];
+    };
+    std::vector<int32_t> slots, order(missing_.size());
+    for (int slot = 0; slot < state.shape.num_slots; slot++)
+        if (state.used_at[slot] < now_) slots.push_back(slot);
+    std::sort(slots.begin(), slots.end(),
+              [&](int32_t a, int32_t b) { return std::pair(use(a), a) < std::pair(use(b), b); });
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+        return std::pair(-state.uses[missing_[a]], a) < std::pair(-state.uses[missing_[b]], b);
+    });
+    for (size_t i = 0; i < std::min(slots.size(), order.size()); i++) {
+        if (state.uses[missing_[order[i]]] <= use(slots[i])) break;
+        if (state.neuron_by_slot[slots[i]] >= 0) clear(state, slots[i]);
+        chosen[order[i]] = slots[i];
+    }
+    return chosen;
+}
+
+// Counts which neurons followed those of the layer before, and how many predicted neurons were used.
+void NeuronCache::learn(const LayerState& before, LayerState& state) {
+    if (before.requested.size() > kMaxPredicted || state.requested.size() > kMaxPredicted) return;
+    const auto is_used = [&](int32_t neuron) {
+        return std::find(state.requested.begin(), state.requested.end(), neuron) != state.requested.end();
+    };
+    if (!state.predicted.empty()) {
+        const auto used = std::count_if(state.predicted.begin(), state.predicted.end(), is_used);
+        const double share = static_cast<double>(used) / static_cast<double>(state.predicted.size());
+        accuracy_ += (share - accuracy_) * kAccuracyWeight;
+    }
+    for (const int32_t a : before.requested)
+        for (const int32_t b : state.requested)
+            state.follows[static_cast<size_t>(a) * state.shape.num_neurons + b] += state.gain;
+}
+
+// Predicts as many neurons of the next layer as this one uses: those that followed them most often.
+void NeuronCache::predict_next(int layer) {
+    const LayerState& state = layers_[layer];
+    LayerState& next = layers_[layer + 1];
+    next.predicted.clear();
+    const size_t count = state.requested.size();
+    if (count > kMaxPredicted || count > static_cast<size_t>(next.shape.num_neurons)) return;
+    const size_t width = next.shape.num_neurons;
+    scores_.assign(width, 0.0F);
+    for (const int32_t neuron : state.requested)
+        for (size_t n = 0; n < width; n++) scores_[n] += next.follows[neuron * width + n];
+    std::vector<int32_t> best(width);
+    std::iota(best.begin(), best.end(), 0);
+    std::partial_sort(
+        best.begin(), best.begin() + static_cast<ptrdiff_t>(count), best.end(),
+        [&](int32_t a, int32_t b) { return std::pair(-scores_[a], a) < std::pair(-scores_[b], b); });
+    for (size_t i = 0; i < count; i++)
+        if (scores_[best[i]] > 0 && next.slot_by_neuron[best[i]] < 0) next.predicted.push_back(best[i]);
+    std::sort(next.predicted.begin(), next.predicted.end());
+    if (accuracy_ >= kMinAccuracy) prefetch(layer + 1, next.predicted);
 }
 
 // Sorts the marked neurons into those in memory and those that are missing, and clears the marks.
@@ -276,15 +372,20 @@ void NeuronCache::clear(LayerState& state, int slot) {
     state.used_at[slot] = -1;
 }
 
-// Empty slots first, then the least recently used.
+// Empty slots first, then the least recently or, with counts, the least often used.
 std::vector<int32_t> NeuronCache::free_slots(LayerState& state, size_t count) const {
     std::vector<int32_t> found;
     for (int slot = 0; slot < state.shape.num_slots; slot++)
         if (state.used_at[slot] < now_) found.push_back(slot);
     if (found.size() < count) return {};
     const auto end = found.begin() + static_cast<ptrdiff_t>(count);
+    const auto last_use = [&](int32_t slot) {
+        if (state.uses.empty()) return static_cast<double>(state.used_at[slot]);
+        const int neuron = state.neuron_by_slot[slot];
+        return neuron < 0 ? -1.0 : state.uses[neuron];
+    };
     std::nth_element(found.begin(), end, found.end(), [&](int32_t a, int32_t b) {
-        return std::pair(state.used_at[a], a) < std::pair(state.used_at[b], b);
+        return std::pair(last_use(a), a) < std::pair(last_use(b), b);
     });
     found.erase(end, found.end());
     for (const int32_t slot : found)

@@ -10,8 +10,14 @@
 // them in the order of arrival. If they are more than the layer's slots, the missing ones go to an overflow
 // area that all layers share, and the slots stay unchanged. Idea: LLM in a Flash (arXiv 2312.11514); pinned
 // neurons: PowerInfer (arXiv 2312.12456).
+//
+// The experts of a mixture are stored in the same way, one record for all matrices of an expert. Those used
+// most often stay in memory, by counts that decay with each step. With `predicts`, the experts that usually
+// follow those of the layer before are prefetched while predictions are right often enough. Idea: Fast
+// Inference of Mixture-of-Experts Language Models with Offloading (arXiv 2312.17238).
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -42,6 +48,8 @@ class NeuronCache {
         size_t max_read_bytes;  // per read, a multiple of kDirectAlign
         size_t gap_bytes;  // largest gap between records of one read
         int window;  // steps that an unused neuron is kept; 0: until its slot is needed
+        double half_life = 0;  // requests after which a use counts half; 0: the least recently used goes
+        bool predicts = false;  // whether neurons are prefetched by those of the layer before
         WeightFile::ReadAt read_at = ::pread;
     };
     // Opens the file and reads the pinned neurons.
@@ -84,6 +92,12 @@ class NeuronCache {
     const std::vector<int32_t>& requested(int layer) const { return layers_[layer].requested; }
     // Waits for the first `count` of them. Returns false if a read has failed. Thread-safe.
     bool await(int layer, int count);
+    // Waits for a requested neuron; returns its record. Returns null if a read has failed. Thread-safe.
+    const uint8_t* await_record(int layer, int neuron) {
+        const std::vector<int32_t>& all = requested(layer);
+        const auto position = std::find(all.begin(), all.end(), neuron) - all.begin();
+        return await(layer, static_cast<int>(position) + 1) ? row(layer, neuron) : nullptr;
+    }
     // First matrix row in the record of a requested neuron of the running layer.
     const uint8_t* row(int layer, int neuron) const {
         return columns_[neuron] - layers_[layer].shape.up_bytes;
@@ -106,6 +120,10 @@ class NeuronCache {
         std::vector<int32_t> requested;
         int num_found = 0;  // of `requested`, at its front
         std::vector<uint8_t> is_prefetched;  // by neuron: whether it was prefetched in this step
+        std::vector<float> uses;  // by neuron, with a half life: decayed number of uses, times `gain`
+        float gain = 1;  // weight of a use now
+        std::vector<float> follows;  // [neuron of the layer before][neuron]: how often both were used
+        std::vector<int32_t> predicted;  // neurons that were predicted for this step and not in memory
     };
     struct Read {
         int64_t offset;
@@ -132,6 +150,10 @@ class NeuronCache {
     void lay_out(std::vector<Layer> layers);
     void read_pinned();
     void collect_marks(LayerState& state);
+    void count_uses(LayerState& state) const;
+    std::vector<int32_t> choose_slots(LayerState& state) const;
+    void learn(const LayerState& before, LayerState& state);
+    void predict_next(int layer);
     void evict_old(LayerState& state) const;
     static void clear(LayerState& state, int slot);
     // Returns `count` emptied slots; none if fewer are unused in this step.
@@ -159,6 +181,8 @@ class NeuronCache {
     std::vector<int32_t> missing_;
     int64_t now_ = 0;
     LayerState* running_ = nullptr;
+    double accuracy_ = 0;  // running mean of the share of predicted neurons that were used
+    std::vector<float> scores_;  // by neuron of the next layer, during a prediction
     std::atomic<int64_t> bytes_read_{0}, wait_ns_{0}, num_found_{0}, num_read_{0}, num_prefetched_{0},
         num_prefetched_used_{0};
 

@@ -53,7 +53,23 @@ struct Records {
     }
     ~Records() { unlink(path.c_str()); }
     std::unique_ptr<NeuronCache> open(int window = 0, size_t gap = 512) const {
-        return std::make_unique<NeuronCache>(NeuronCache::Source{path, 3, kPage, gap, window, read_at},
+        return std::make_unique<NeuronCache>(NeuronCache::Source{.path = path,
+                                                                 .num_threads = 3,
+                                                                 .max_read_bytes = kPage,
+                                                                 .gap_bytes = gap,
+                                                                 .window = window,
+                                                                 .read_at = read_at},
+                                             layers);
+    }
+    std::unique_ptr<NeuronCache> open_counting(double half_life, bool predicts) const {
+        return std::make_unique<NeuronCache>(NeuronCache::Source{.path = path,
+                                                                 .num_threads = 3,
+                                                                 .max_read_bytes = kPage,
+                                                                 .gap_bytes = 0,
+                                                                 .window = 0,
+                                                                 .half_life = half_life,
+                                                                 .predicts = predicts,
+                                                                 .read_at = read_at},
                                              layers);
     }
 };
@@ -211,11 +227,74 @@ void test_prefetch(const std::string& directory) {
     is_slow = false;
 }
 
+// Returns four neurons of layer 0; a skewed choice prefers the first ones.
+std::set<int> choose_four(std::mt19937& generator, bool is_skewed) {
+    std::set<int> chosen;
+    std::uniform_real_distribution<double> uniform(0, 1);
+    while (chosen.size() < 4) {
+        const double u = uniform(generator);
+        chosen.insert(static_cast<int>(96 * (is_skewed ? u * u * u : u)));
+    }
+    return chosen;
+}
+
+// With counts, the neurons used most often stay. That finds more than the most recent ones if the choices
+// are skewed, and about as many if they are uniform; after a change, others stay.
+void test_counts(const std::string& directory) {
+    const Records records(directory);
+    for (const bool is_skewed : {false, true}) {
+        double found[2];
+        for (const bool counts : {false, true}) {
+            const auto cache = counts ? records.open_counting(256, false) : records.open();
+            std::mt19937 generator(5);
+            for (int step = 0; step < 1200; step++) {
+                if (step == 200) found[counts] = -static_cast<double>(cache->num_found());
+                cache->begin_step();
+                CHECK(use(*cache, 0, choose_four(generator, is_skewed)) && ended(*cache).empty());
+            }
+            found[counts] += static_cast<double>(cache->num_found());
+        }
+        CHECK(found[1] > (is_skewed ? 1.05 : 0.9) * found[0], "%g found, %g with counts", found[0], found[1]);
+    }
+    const auto cache = records.open_counting(16, false);
+    const auto reads = [&](int first) {
+        const int64_t before = cache->num_read();
+        for (int step = 0; step < 64; step++) {
+            cache->begin_step();
+            CHECK(use(*cache, 0, {first, first + 1, first + 2 + step % 20}) && ended(*cache).empty());
+        }
+        return cache->num_read() - before;
+    };
+    CHECK(reads(0) <= 24);
+    CHECK(reads(60) < 64 + 24 && reads(60) <= 24);
+}
+
+// Neurons that always follow those of the layer before are prefetched; if nothing follows, few are.
+void test_predictions(const std::string& directory) {
+    Records records(directory);
+    records.layers[1].num_slots = 16;
+    for (const bool follows : {true, false}) {
+        const auto cache = records.open_counting(256, true);
+        std::mt19937 generator(9);
+        for (int step = 0; step < 1500; step++) {
+            cache->begin_step();
+            const std::set<int> first = choose_four(generator, false);
+            std::set<int> second;
+            for (const int neuron : first) second.insert(2 * neuron);
+            if (!follows) second = some(generator, 200, 0.02);
+            CHECK(use(*cache, 0, first) && use(*cache, 1, second) && use(*cache, 2, {*first.begin() % 33}));
+            CHECK(ended(*cache).empty());
+        }
+        CHECK(cache->num_prefetched_used() <= cache->num_prefetched());
+        CHECK(!follows || cache->num_prefetched() > 0);
+    }
+}
+
 void test_failing_reads(const std::string& directory) {
     const Records records(directory);
     std::mt19937 generator(3);
-    for (const int code : {EIO, 0}) {
-        const auto cache = records.open();
+    for (const int code : {EIO, 0, EIO}) {
+        const auto cache = generator() % 2 ? records.open() : records.open_counting(16, true);
         for (int step = 0; step < 30; step++) {
             error_code = code;
             reads_until_error = step % 3 ? -1 : step / 3;
@@ -241,6 +320,8 @@ void test_neuron_cache(const std::string& directory) {
     test_room(directory);
     test_pinned(directory);
     test_prefetch(directory);
+    test_counts(directory);
+    test_predictions(directory);
     test_failing_reads(directory);
 }
 

@@ -197,10 +197,11 @@ class OffloadOptions:
         "Stream weights from a file in this directory",
         details="Requires weights_memory_bytes. The file is written once.",
     )
-    weights_schedule: Literal["pinned", "layers"] = option(
+    weights_schedule: Literal["pinned", "layers", "experts"] = option(
         "pinned",
-        "Experimental",
+        "Memory and KV cache",
         "Choose how streamed weights are read",
         details="Requires weights_memory_bytes. pinned: keep a part in memory and stream the rest"
-        " matmul by matmul; layers: stream whole layers in order.",
+        " matmul by matmul; layers: stream whole layers in order; experts: keep all other weights"
+        " and the experts used most often in memory, and read the others when they are chosen.",
     )

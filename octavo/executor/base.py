@@ -37,7 +37,7 @@ class WeightsOffDevice:
     memory_bytes: int
     """Largest number of bytes of weights in memory."""
     directory: Path
-    schedule: Literal["pinned", "layers"] = "pinned"
+    schedule: Literal["pinned", "layers", "experts"] = "pinned"
     fingerprint: str = ""
     """Fingerprint of the weights and of everything that determines their packing; a file with a
     different fingerprint is never read.

@@ -17,6 +17,7 @@ from octavo.executor.base import LoadWeight
 from octavo.executor.native.extension import native_module
 from octavo.executor.native.formats import TILE
 from octavo.executor.native.lowering_context import LoweringContext
+from octavo.executor.native.weight_file import PlacedTiles, StoredUnit
 from octavo.executor.native.weights import NativeWeights
 from octavo.program.ops import Gate, PrefetchNeurons
 from octavo.program.passes.offload import ALIGN
@@ -258,13 +259,18 @@ class NeuronRecords:
             "neurons": sum(layer.all_records_bytes for layer in layers)
         }
 
-    def data(self, index: int, device: Any, load: LoadWeight, dtype: str) -> bytes:
+    def data(
+        self, index: int, device: Any, load: LoadWeight, dtype: str
+    ) -> tuple[bytes, Sequence[PlacedTiles]]:
         layer = self._layers[index]
-        return pack_records(_make_tiles(device, layer, load, dtype), layer)
+        return pack_records(_make_tiles(device, layer, load, dtype), layer), ()
 
-    def open_file(self, path: Path, offsets: Sequence[int], into: NativeWeights) -> OpenedNeurons:
-        """Opens the records of each layer at its file offset."""
+    def open_file(
+        self, path: Path, units: Sequence[StoredUnit], into: NativeWeights
+    ) -> OpenedNeurons:
+        """Opens the records of each layer in the file."""
         assert self._plan is not None, "they lie in a file"
+        offsets = [unit.offset for unit in units]
         return self._adopt(open_neurons(path, self._plan, offsets, self._window), into)
 
     def open_in_memory(

@@ -304,6 +304,14 @@ class WeightArrivals(msgspec.Struct, frozen=True):
     """Neurons that were prefetched."""
     neurons_foreseen_used: int = 0
     """Neurons that were prefetched and then used by the step."""
+    experts_found: int = 0
+    """Experts that were in memory when a router chose them."""
+    experts_read: int = 0
+    """Experts read from disk when a router chose them."""
+    experts_prefetched: int = 0
+    """Experts that were prefetched."""
+    experts_prefetched_used: int = 0
+    """Experts that were prefetched and then chosen by the step."""
 
     def __add__(self, other: WeightArrivals) -> WeightArrivals:
         return WeightArrivals(

@@ -6,7 +6,7 @@ Owns compute threads, weight packing and KV layout, up to a prepared Program, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from octavo.executor.base import (
 )
 from octavo.executor.kv import BLOCK_SIZE, BlockRows, HeadRows, KvCache, KvLayout, OnDemandKvCache
 from octavo.executor.native.check import check, check_ops
+from octavo.executor.native.expert_records import ExpertRecords
 from octavo.executor.native.extension import native_module, supported_levels
 from octavo.executor.native.footprint import native_footprint
 from octavo.executor.native.formats import PRODUCTS
@@ -232,6 +233,15 @@ class NativeBackend(Backend):
         """Returns the weights of a Program that are stored in an extension's records."""
         return get_first(hooks.records(optimized) for hooks in self._hooks)
 
+    def _records_in_file(
+        self, optimized: Program, sizes: Mapping[Weight, int]
+    ) -> WeightRecords | None:
+        """Returns the weights that are stored in records of the file of streamed weights."""
+        off_device = self.options.offload
+        if off_device is not None and off_device.schedule == "experts":
+            return ExpertRecords(optimized, sizes, off_device.memory_bytes)
+        return self._records(optimized)
+
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         native = native_footprint(self._optimize(program), format_of, self.options.max_tokens)
         layouts = self._kv_layouts(program, computes_fp32=native.computes_fp32)
@@ -250,7 +260,7 @@ class NativeBackend(Backend):
             self._optimize(program),
             native.weight_bytes,
             self.options.offload,
-            self._records(self._optimize(program)),
+            self._records_in_file(self._optimize(program), native.weight_bytes),
         )
         records = planned.records
         return replace(

@@ -14,6 +14,7 @@ from octavo.executor.base import LoadWeight
 from octavo.executor.kv import KvLayout
 from octavo.executor.native.formats import TileFormat
 from octavo.executor.native.lowering_context import LoweringContext
+from octavo.executor.native.weight_file import PlacedTiles, StoredUnit
 from octavo.executor.native.weights import NativeWeights
 from octavo.program.ops import Attention
 from octavo.program.program import Op, Program, Weight
@@ -54,12 +55,16 @@ class WeightRecords(Protocol):
     read_in_part: Mapping[str, int]
     """Bytes of which a step reads only the used parts, by the name of the part."""
 
-    def data(self, index: int, device: Any, load: LoadWeight, dtype: str) -> bytes:
-        """Returns the bytes of a layer's records for the file."""
+    def data(
+        self, index: int, device: Any, load: LoadWeight, dtype: str
+    ) -> tuple[bytes, Sequence[PlacedTiles]]:
+        """Returns the bytes of a layer's records for the file, and the tiles in each record."""
         ...
 
-    def open_file(self, path: Path, offsets: Sequence[int], into: NativeWeights) -> OpenedRecords:
-        """Opens the records of each layer at its offset; adds their tiles to `into`."""
+    def open_file(
+        self, path: Path, units: Sequence[StoredUnit], into: NativeWeights
+    ) -> OpenedRecords:
+        """Opens the records of each layer in the file; adds their tiles to `into`."""
         ...
 
     def open_in_memory(

@@ -20,9 +20,9 @@ from octavo.executor.base import LoadWeight, WeightsOffDevice
 from octavo.executor.native.extension import native_module
 from octavo.executor.native.formats import PRODUCTS, get_matrices
 from octavo.executor.native.native_hooks import OpenedRecords, WeightRecords
+from octavo.executor.native.packed_units import LINE, Product, fill_up, pack_unit, round_up
 from octavo.executor.native.stages import get_stages, sort_token_ops_first
 from octavo.executor.native.weight_file import (
-    PlacedTiles,
     StoredUnit,
     check_directory,
     read_index,
@@ -33,15 +33,11 @@ from octavo.program.expert_ops import GroupedLinear
 from octavo.program.ops import (
     Embedding,
     HeadLinear,
-    Linear,
 )
 from octavo.program.passes.offload import ALIGN, OffloadPlan, Unit, least_ring, plan_offload
 from octavo.program.program import Op, Program, Weight
 
 logger = logging.getLogger(__name__)
-
-LINE = 64
-"""Alignment of each weight in its unit, in bytes."""
 
 BLOCK_BYTES = 512 << 10
 """Read size in bytes. With several reads in flight, larger reads were not faster on the disks that
@@ -50,8 +46,6 @@ were measured.
 
 DEPTH = 16
 """Reads in flight; each uses a thread."""
-
-Product = Linear | GroupedLinear | HeadLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +100,7 @@ def offload(
                 continue
             num_bytes = sum(_padded_bytes(op, sizes[weight]) for weight in weights)
             products.append(op)
-            units.append(Unit(weights[0].name, _round_up(num_bytes, ALIGN), stage.range))
+            units.append(Unit(weights[0].name, round_up(num_bytes, ALIGN), stage.range))
     own = in_records.union(*map(get_matrices, products))
     always = sum(size for weight, size in sizes.items() if weight not in own)
     if not units:
@@ -121,7 +115,7 @@ def offload(
         units,
         allowed_bytes=off_device.memory_bytes,
         other_bytes=always,
-        schedule=off_device.schedule,
+        schedule="layers" if off_device.schedule == "layers" else "pinned",
     )
     return OffloadedProgram(tuple(products), tuple(units), plan, always, in_file)
 
@@ -170,8 +164,8 @@ class StreamedWeights:
                 block_bytes=BLOCK_BYTES,
             )
             if self._offloaded.records is not None:
-                offsets = [unit.offset for unit in units[len(self._offloaded.units) :]]
-                self.records = self._offloaded.records.open_file(self.path, offsets, into)
+                in_records = units[len(self._offloaded.units) :]
+                self.records = self._offloaded.records.open_file(self.path, in_records, into)
         except (native.WeightReadError, native.WeightFileTruncated) as error:
             raise ConfigError(
                 f"weights_dir: {error}",
@@ -212,39 +206,18 @@ class StreamedWeights:
         with writing(self.path, self._key) as writer:
             if writer is not None:
                 for op, unit in zip(self._offloaded.products, self._offloaded.units, strict=True):
-                    data, tiles = self._pack(op, load, dtype)
-                    assert len(data) == unit.num_bytes, f"{unit.name}: other bytes than planned"
-                    writer.add(data, tiles)
+                    packed = pack_unit(self._device, op, load, dtype)
+                    size = round_up(packed.num_bytes, ALIGN)
+                    assert size == unit.num_bytes, f"{unit.name}: other bytes than planned"
+                    writer.add(fill_up(packed.data, size), packed.tiles)
                 records = self._offloaded.records
                 for index in range(0 if records is None else len(records.sizes)):
                     assert records is not None
-                    writer.add(records.data(index, self._device, load, dtype), [])
+                    writer.add(*records.data(index, self._device, load, dtype))
                 writer.finish()
         units = read_index(self.path, self._key)
         assert units is not None, "the file that was just written"
         return units
-
-    def _pack(self, op: Product, load: LoadWeight, dtype: str) -> tuple[bytes, list[PlacedTiles]]:
-        """Returns a unit's bytes and tile positions, in the order of `adopt`."""
-        weights = NativeWeights(self._device, load, dtype, apart=True)
-        handles = [tiles.handle for tiles in weights.of_product(op)]
-        weights.pack()
-        gated = isinstance(op, Linear | GroupedLinear) and op.gate is not None
-        pairs = len(handles) // 2 if gated else 0
-        data, offsets = bytearray(), dict[int, int]()
-        for index, handle in enumerate(handles):
-            if index in offsets:
-                continue
-            offsets[index] = len(data)
-            size = _round_up(handle.num_bytes, LINE)
-            if handle.is_interleaved:
-                *_, stride, _, _ = handle.layout  # code tables come last
-                offsets[index + pairs] = len(data) + stride // 2
-                data += _fill(handle.raw(2 * handle.num_bytes), 2 * size)
-            else:
-                data += _fill(handle.raw(handle.num_bytes), size)
-        tiles = [PlacedTiles(offsets[i], handle.layout) for i, handle in enumerate(handles)]
-        return _fill(bytes(data), _round_up(len(data), ALIGN)), tiles
 
 
 def _padded_bytes(op: Product, num_bytes: int) -> int:
@@ -253,12 +226,4 @@ def _padded_bytes(op: Product, num_bytes: int) -> int:
         parts = op.weight.shape[0]
     else:
         parts = op.num_heads if isinstance(op, HeadLinear) else 1
-    return parts * _round_up(num_bytes // parts, LINE)
-
-
-def _fill(data: bytes, size: int) -> bytes:
-    return data + bytes(size - len(data))
-
-
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
+    return parts * round_up(num_bytes // parts, LINE)

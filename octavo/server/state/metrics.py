@@ -164,6 +164,22 @@ COUNTERS: dict[str, Series] = {
         "Seconds that matmuls waited for streamed weights.",
         lambda stats: stats.weights.wait_s,
     ),
+    "experts_found": (
+        "Experts that were in memory when a router chose them (weights_schedule experts).",
+        lambda stats: stats.weights.experts_found,
+    ),
+    "experts_read": (
+        "Experts read from disk when a router chose them.",
+        lambda stats: stats.weights.experts_read,
+    ),
+    "experts_prefetched": (
+        "Experts prefetched by those of the layer before.",
+        lambda stats: stats.weights.experts_prefetched,
+    ),
+    "experts_prefetched_used": (
+        "Prefetched experts that the router then chose.",
+        lambda stats: stats.weights.experts_prefetched_used,
+    ),
     "num_preemptions": (
         "Number of preemptions.",
         lambda stats: stats.num_preemptions,
