@@ -10,11 +10,13 @@
 #                  stopped (an hour); needs root, for network namespaces
 #   make clients   other projects' clients (langchain, litellm, lm-eval ...) against a live server
 #   make browser   the page in headless Chromium, which the system must have; UPDATE=1 stores new pictures
+#   make fuzz      the readers of files and messages under atheris, FUZZ_S seconds each (600)
 #   make docs      the documentation site, in build/site
 #   make check     lint, formatting (Python and C++), types, who may import whom
 #   make bench     tokens/s of the default model on this machine
 #   make wheel     a manylinux_2_28 wheel, in dist/, compiled by Zig
 #   make wheel-test  the wheel, installed and run where no compiler is
+#   make release   the wheel, with an sdist, an SBOM and checksums, in dist/; checks the changelog
 #   make sanitize  the native tests under the thread and address sanitizers
 #   make qemu      the kernels on processors that this machine is not
 #   make emulate   the kernels of the AVX-512 levels in Bochs, which the system must have
@@ -28,6 +30,9 @@ DEV_VENV ?= .venv-dev
 DOCS_VENV ?= .venv-docs
 CLIENTS_VENV ?= .venv-clients
 WHEEL_VENV ?= .venv-wheel
+RELEASE_VENV ?= .venv-release
+FUZZ_VENV ?= .venv-fuzz
+FUZZ_S ?= 600
 MODEL ?= smollm2
 PORT ?= 8000
 
@@ -50,12 +55,14 @@ ZIG_TARGET := -target $(ARCHITECTURE)-linux-gnu.$(WHEEL_GLIBC)
 PYTEST = $(DEV_VENV)/bin/python -m pytest
 SOAK_LOG := build/soak.jsonl
 FAULTS_LOG := build/faults.jsonl
+FUZZ_TARGETS := gguf safetensors tokenizer template schema regex multipart transfer
+RELEASE_TOOLS := 'build>=1.3,<2' 'cyclonedx-bom>=7,<8'
 ALONE := -m alone $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 # One more than there are cores, for many tests wait; at most four, for each holds a model or two.
 WORKERS := $(shell expr $$(nproc) + 1)
 BESIDE_EACH_OTHER := --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: demo serve test test-all soak faults clients browser docs check bench wheel wheel-test sanitize qemu emulate clean
+.PHONY: demo serve test test-all soak faults fuzz clients browser docs check bench wheel wheel-test release sanitize qemu emulate clean
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -89,6 +96,9 @@ soak: $(DEV_VENV)/.stamp
 faults: $(DEV_VENV)/.stamp
 	$(PYTEST) --tier soak --progress $(FAULTS_LOG) -k whatever_breaks tests/server/test_two_machines.py tests/equivalence/test_kv_pool.py
 
+fuzz: $(FUZZ_VENV)/.stamp
+	for target in $(FUZZ_TARGETS); do $(FUZZ_VENV)/bin/python -m tests.fuzz.run $$target $(FUZZ_S) || exit 1; done
+
 clients: $(CLIENTS_VENV)/.stamp tests/clients/node/node_modules/.stamp
 	@$(CLIENTS_VENV)/bin/octavo pull $(MODEL) > /dev/null
 	$(CLIENTS_VENV)/bin/python -m pytest -p no:cacheprovider --override-ini norecursedirs="node_modules .*" tests/clients
@@ -118,6 +128,9 @@ wheel: $(WHEEL_VENV)/.stamp docs
 wheel-test: wheel
 	PYTHON="$(PYTHON)" MODEL="$(MODEL)" bash deploy/wheel_test.sh dist/octavo-*$(WHEEL_TAG).whl
 
+release: wheel $(RELEASE_VENV)/.stamp
+	$(RELEASE_VENV)/bin/python deploy/release.py dist
+
 sanitize:
 	bash csrc/tests/sanitize.sh
 
@@ -128,7 +141,7 @@ emulate:
 	bash csrc/tests/emulate.sh
 
 clean:
-	rm -rf build dist $(VENV) $(DEV_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) tests/clients/node/node_modules
+	rm -rf build dist $(VENV) $(DEV_VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) $(RELEASE_VENV) $(FUZZ_VENV) tests/clients/node/node_modules
 
 $(VENV)/.stamp: $(INSTALLED_FROM) | $(VENV)/bin/pip
 	$(VENV)/bin/pip install --quiet .
@@ -151,6 +164,18 @@ $(CLIENTS_VENV)/.stamp: $(BUILT_FROM) | $(CLIENTS_VENV)/bin/pip
 $(WHEEL_VENV)/.stamp: Makefile
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/pip install --quiet $(WHEEL_TOOLS)
+	@touch $@
+
+$(RELEASE_VENV)/.stamp: Makefile
+	$(PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE_VENV)/bin/pip install --quiet $(RELEASE_TOOLS)
+	@touch $@
+
+# atheris is beside the tests' packages, which it reads from the environment of the tests.
+$(FUZZ_VENV)/.stamp: $(DEV_VENV)/.stamp
+	$(PYTHON) -m venv $(FUZZ_VENV)
+	$(FUZZ_VENV)/bin/pip install --quiet 'atheris>=3,<4'
+	$(DEV_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])' > $$($(FUZZ_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/tests.pth
 	@touch $@
 
 tests/clients/node/node_modules/.stamp: tests/clients/node/package.json

@@ -20,6 +20,7 @@ from typing import Any, get_args
 import typer
 from family_pages import FOLDER as MODEL_FOLDER
 from family_pages import INDEX, family_page, index_page, page_files
+from guarantees_page import guarantees
 from model_tables import GUIDE, guide
 from sampling_fields import HEADER, sampling_fields
 from sampling_page import sampling
@@ -76,6 +77,7 @@ def pages() -> dict[str, str]:
         "formats.md": formats(),
         "json-schema.md": json_schema(),
         "sampling.md": sampling(),
+        "guarantees.md": guarantees(),
     }
     return {name: page(text) for name, text in found.items()}
 
@@ -340,7 +342,7 @@ def first_line(thing: Any) -> str:
 
 
 def http() -> str:
-    paths = create_app(EngineSlot()).openapi()["paths"]
+    paths = create_app(EngineSlot(), ServerSettings(training_routes=True)).openapi()["paths"]
     routes = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
     bodies = _bodies()
     parts = [

@@ -49,6 +49,7 @@ from octavo.frontend.transcription import SpeechOptions
 from octavo.text.ports import DEFAULT_RENDERING, Rendering, Tokenizer
 from octavo.text.unicode import is_long
 from octavo.utils.progress import Report, quiet
+from octavo.wiring.control.engine_control import EngineControl
 from octavo.wiring.engine import WhenStarted, build_in_process, build_with_process
 
 Admission = Callable[[ParentRequest], None]
@@ -73,6 +74,8 @@ class AsyncLLM:
             compute=self._compute_for_peer,
             compute_here=frontend.compute_here,
         )
+        self.control = EngineControl(frontend)
+        """Pause, sleep and weight updates."""
         self._feed = EngineFeed(frontend.client.watch, frontend.outputs.name_of)
         self._streams = RequestStreams(
             frontend, StreamEvents(self._handle_step, self._remote_prefill.ended, self._feed.fail)
@@ -467,6 +470,7 @@ class AsyncLLM:
         self._streams.call(self._remote_prefill.close)
         self._frontend.close()
         self._streams.join()
+        self.control.close()
 
     def _next_id(self) -> str:
         return f"request-{next(self._request_ids)}"

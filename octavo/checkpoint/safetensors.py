@@ -184,7 +184,8 @@ class SafetensorsCheckpoint:
         self.generation_config: dict[str, Any] = read_json_if_there(path / "generation_config.json")
         with prefix_errors(path):
             quantized = quantized_format(self.config)
-        self._is_quantized = quantized is not None
+        self.is_quantized = quantized is not None
+        """Whether the files hold a quantized format, described by config.json."""
         self.weight_files: Sequence[Path] = _weight_files(path)
         entries: dict[str, _Entry] = {}
         for file in self.weight_files:
@@ -212,7 +213,7 @@ class SafetensorsCheckpoint:
         stored_name, entry = self._find(name)
         if entry.format_name == FP8 and isinstance(entry, _Entry):
             missing = (
-                "has no scales" if self._is_quantized else "config.json has no quantization_config"
+                "has no scales" if self.is_quantized else "config.json has no quantization_config"
             )
             raise WeightMismatch(f"{self.path}: {stored_name} is stored as {FP8}, but {missing}")
         return entry.weight(stored_name)
@@ -284,7 +285,7 @@ class SafetensorsCheckpoint:
         """
         named = str(self.config.get("dtype") or self.config.get("torch_dtype") or "")
         kind = {"bfloat16": "BF16", "float16": "F16"}.get(named.removeprefix("torch."), "F32")
-        allowed = {"F64"} if self._is_quantized else CONVERTED.keys()
+        allowed = {"F64"} if self.is_quantized else CONVERTED.keys()
         return {
             name: replace(entry, converted=kind) if entry.dtype in allowed else entry
             for name, entry in entries.items()
@@ -316,6 +317,11 @@ def tower_name(name: str) -> str:
 def read_tensors(file: Path) -> dict[str, NDArray]:
     """Reads all tensors of a file into memory, independent of later changes to the file."""
     return {name: _array(entry, name) for name, entry in _read_header(file, mapped=False).items()}
+
+
+def read_mapped(file: Path) -> dict[str, NDArray]:
+    """Returns all tensors of a file, as views of the mapped file."""
+    return {name: _array(entry, name) for name, entry in _read_header(file).items()}
 
 
 def read_integers(file: Path, name: str) -> NDArray[np.int64]:

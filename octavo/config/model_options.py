@@ -133,7 +133,12 @@ class ModelOptions:
         metavar="JSON",
     )
     seed: int = option(0, "Sampling", "Set the default seed of requests")
-    max_logprobs: int = option(20, "Sampling", "Allow at most N logprobs per token", low=0)
+    max_logprobs: int = option(
+        20, "Sampling", "Allow at most N logprobs per token (-1: all)", low=-1
+    )
+
+    def get_max_logprobs(self, vocab_size: int) -> int:
+        return vocab_size if self.max_logprobs == -1 else self.max_logprobs
 
 
 @dataclass(frozen=True, slots=True)

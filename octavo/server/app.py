@@ -57,6 +57,7 @@ from octavo.server.routes import (
     requests,
     sessions,
     tokenize,
+    training,
 )
 from octavo.server.scoring import classify, pooling_route, rerank, score
 from octavo.server.settings import ServerSettings
@@ -101,10 +102,13 @@ ROUTES = (
     metrics,
     requests,
     tokenize,
+    training,
     engine_events,
     page,
 )
-"""Modules of all routes; the first one that matches a path is used."""
+"""Modules of all routes; the first one that matches a path is used. Those of `training` are served
+only with --training-routes.
+"""
 
 
 def create_app(
@@ -142,10 +146,11 @@ def create_app(
         store=store,
     )
     app.state.background_jobs = None if store is None else BackgroundJobs(app.state.service, store)
-    for part in ROUTES:
+    parts = [part for part in ROUTES if part is not training or settings.training_routes]
+    for part in parts:
         describe(part.router)
         app.include_router(part.router)
-    add_error_handlers(app, [part.router for part in ROUTES])
+    add_error_handlers(app, [part.router for part in parts])
     local_origins = LOCAL_ORIGIN if settings.allow_local_origins else None
     app.add_middleware(TimeLimit, limit_s=settings.max_request_s)
     if settings.has_keys:

@@ -129,6 +129,23 @@ class ServerSettings:
     max_tool_bytes: int = option(
         1 << 20, "Server limits", "Limit the JSON of a request's tools", unit="bytes", low=1
     )
+    mcp_server: tuple[str, ...] = option(
+        (),
+        "Server",
+        "Allow requests to use this MCP server",
+        details="Format: NAME=URL. Responses with tools of the type mcp and the server_label NAME"
+        " then call its tools on this server.",
+        metavar="NAME=URL",
+    )
+    mcp_timeout_s: float = option(
+        30.0, "Server limits", "Wait N seconds for a response of an MCP server", low=0
+    )
+    mcp_max_calls: int = option(
+        32, "Server limits", "Call at most N MCP tools per response", unit="count", low=1
+    )
+    mcp_max_output_bytes: int = option(
+        1 << 20, "Server limits", "Limit one response of an MCP server", unit="bytes", low=1
+    )
     max_jobs: int = option(1000, "Server limits", "Keep at most N jobs of POST /generate", low=1)
     job_ttl_s: int = option(
         600, "Server limits", "Keep a finished job's result for N seconds", low=1
@@ -146,6 +163,12 @@ class ServerSettings:
         "Add an alias for a model or adapter",
         details="Format: ALIAS=NAME; ALIAS may be a pattern, such as claude-*.",
         metavar="ALIAS=NAME",
+    )
+    training_routes: bool = option(
+        False,
+        "Server",
+        "Serve the routes for trainers: pause, sleep, weight updates",
+        details="For the operator; see the guide Training loops.",
     )
     lazy_load: bool = option(False, "Server", "Load each model at its first request")
     idle_unload: float | None = option(
@@ -261,6 +284,7 @@ class ServerSettings:
                 f" trailing slash"
             )
         self.model_aliases()
+        self.mcp_servers()
         for proxy in self.trusted_proxies:
             _check_network(proxy)
         for origin in self.allow_origin:
@@ -291,6 +315,20 @@ class ServerSettings:
                 )
             aliases[alias] = name
         return aliases
+
+    def mcp_servers(self) -> dict[str, str]:
+        """Returns the URLs of MCP servers by name; raises ConfigError for an invalid one."""
+        urls: dict[str, str] = {}
+        for text in self.mcp_server:
+            name, _, url = text.partition("=")
+            if not name or name in urls or not re.fullmatch(r"https?://[^\s/?#@]+[^\s#]*", url):
+                raise ConfigError(
+                    f"mcp_server: got {text!r}, expected NAME=URL, with distinct NAMEs and http or"
+                    " https URLs",
+                    hint="e.g. --mcp-server docs=http://127.0.0.1:9000/mcp",
+                )
+            urls[name] = url
+        return urls
 
     @property
     def is_open_to_all(self) -> bool:

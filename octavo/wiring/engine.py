@@ -211,7 +211,7 @@ def _build_frontend(
         limits=ModelLimits(
             info.vocab_size,
             prompts,
-            model.config.model.max_logprobs,
+            model.config.model.get_max_logprobs(info.vocab_size),
             tuple(entry.name for entry in model.config.sampler.processors),
             searches_forms=model.config.backend.backend != "torch",
         ),

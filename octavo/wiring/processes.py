@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.config_hooks import store_option
@@ -73,12 +74,12 @@ def _start_core(
     from octavo.engine.clients.process import ProcessClient
     from octavo.engine.clients.supervised import SupervisedClient
 
-    def start(num_before: int) -> ProcessClient:
+    def start(num_before: int, changes: Mapping[str, Any]) -> ProcessClient:
         """A restarted core does not overwrite the recording of the previous one."""
         record = options["record"]
         if record is not None and num_before:
             record = f"{record}.{num_before}"
-        own = options | {"record": record}
+        own = options | {"record": record} | dict(changes)
         if generations is None:
             return ProcessClient(BUILD, own)
         with generations.open_endpoint(index, num_before) as endpoint:

@@ -230,7 +230,7 @@ def test_params_are_checked_against_the_model(llm, name):
 
 
 def test_whole_vocabulary_where_it_is_allowed():
-    with make_llm(max_logprobs=320) as llm:
+    with make_llm(max_logprobs=-1) as llm:
         output = llm.generate(
             prompts_of(3), SamplingParams(max_tokens=1, logprobs=-1, temperature=0)
         )[0].outputs[0]

@@ -22,6 +22,7 @@ from octavo.cli.app import build_app
 from octavo.cli.common.help import format_help
 from octavo.cli.foreign.translate_flags import FOREIGN_FLAGS
 from octavo.server.app import create_app
+from octavo.server.settings import ServerSettings
 from octavo.server.state.slot import EngineSlot
 from tests.support.commands import every_command
 from tests.support.tiny_tokenizer import tiny_model_with_text
@@ -106,7 +107,8 @@ def bound_names(body: list[ast.stmt]) -> list[str]:
 
 @cache
 def routes() -> set[str]:
-    return {re.sub(r"{.*?}", "{}", path) for path in create_app(EngineSlot()).openapi()["paths"]}
+    app = create_app(EngineSlot(), ServerSettings(training_routes=True))
+    return {re.sub(r"{.*?}", "{}", path) for path in app.openapi()["paths"]}
 
 
 @cache

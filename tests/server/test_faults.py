@@ -138,7 +138,7 @@ HANGS = 77
 def hanging():
     """An engine over a core that computes nothing but pseudo-tokens, and hangs."""
 
-    def start(_):
+    def start(*_):
         return ProcessClient("tests.support.core_builders:build", {"kind": "hang", "bad": HANGS})
 
     frontend = build_in_process(EngineConfig.from_options(**small_options()), lambda text: None)

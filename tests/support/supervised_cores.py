@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from octavo.engine.clients.process import ProcessClient
 from octavo.engine.clients.supervised import SupervisedClient
@@ -31,10 +32,10 @@ class NotedClient(SupervisedClient):
         self.said: list[str] = []
         self.starts: list[int] = []
 
-        def start(num_before: int) -> ProcessClient:
+        def start(num_before: int, changes: Mapping[str, Any]) -> ProcessClient:
             self.starts.append(num_before)
             build = f"tests.support.core_builders:{build_of(num_before)}"
-            return ProcessClient(build, {"kind": kind})
+            return ProcessClient(build, {"kind": kind, **changes})
 
         super().__init__(start, stall_timeout_s=stall_timeout_s, report=self.said.append)
         self.wait_until_ready(lambda text: None)

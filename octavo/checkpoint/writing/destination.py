@@ -147,7 +147,7 @@ class HfDirectory:
     def finish(self, left: Sequence[str]) -> None:
         source = self._checkpoint.path
         if self._checkpoint.has_config_file:
-            _copy_small_files(source, self._folder)
+            copy_small_files(source, self._folder)
         elif generation := _generation_config(self._checkpoint):
             _write_json(self._folder / "generation_config.json", generation)
         config = self._plain_config()
@@ -314,7 +314,7 @@ def _get_dtype(spec: TensorSpec) -> np.dtype:
     return DTYPES[spec.dtype]
 
 
-def _copy_small_files(source: Path, folder: Path) -> None:
+def copy_small_files(source: Path, folder: Path) -> None:
     """Copies the files next to the weights, such as the tokenizer, and the folders of
     sentence-transformers modules. Overwrites files that an interrupted run may have copied
     incompletely.

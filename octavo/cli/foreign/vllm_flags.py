@@ -25,6 +25,7 @@ VLLM_ROWS = (
     rename(VLLM, "--shutdown-timeout", "--shutdown-timeout-s"),
     rename(VLLM, "--speculative-model", "--spec-model", extra=("--spec-method=draft_model",)),
     rename(VLLM, "--num-speculative-tokens", "--spec-tokens"),
+    switch(VLLM, "--enable-sleep-mode", "--training-routes"),
     switch(VLLM, "--no-async-scheduling", "--async-scheduling=off"),
     switch(VLLM, "--disable-log-stats", "--log-stats-interval-s=0"),
     ignore(VLLM, "nothing", "--trust-remote-code", "no code of a checkpoint is ever run"),
@@ -65,7 +66,7 @@ VLLM_ROWS = (
         VLLM,
         "nothing",
         "--enable-prompt-tokens-details --enable-request-id-headers --enable-offline-docs"
-        " --enable-tokenizer-info-endpoint --enable-server-load-tracking --enable-sleep-mode"
+        " --enable-tokenizer-info-endpoint --enable-server-load-tracking"
         " --enable-mfu-metrics --cudagraph-metrics --kv-cache-metrics"
         " --enable-mm-processor-stats --enable-logging-iteration-details"
         " --aggregate-engine-logging --disable-frontend-multiprocessing"

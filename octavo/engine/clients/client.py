@@ -94,6 +94,12 @@ class EngineClient(Protocol):
         """
         ...
 
+    def hold(self, *, holds: bool) -> None:
+        """Makes the core compute no further steps, or continue. Requests are accepted and aborted
+        as usual.
+        """
+        ...
+
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         """Returns the outputs of the next step; blocks without using the CPU if there is no work.
 
@@ -135,6 +141,12 @@ class WatchEngine(msgspec.Struct, tag=True):
     """Minimum seconds between two views; 0: no views."""
 
 
+class HoldEngine(msgspec.Struct, tag=True):
+    """Command: compute no further steps, or continue."""
+
+    holds: bool
+
+
 class RunQuery(msgspec.Struct, tag=True):
     """Command: answer a query with a reply that carries the same number."""
 
@@ -146,7 +158,9 @@ class CloseCore(msgspec.Struct, tag=True):
     """Command: shut down."""
 
 
-Command = AddRequests | AbortRequests | ChangeRequests | WatchEngine | RunQuery | CloseCore
+Command = (
+    AddRequests | AbortRequests | ChangeRequests | WatchEngine | HoldEngine | RunQuery | CloseCore
+)
 
 
 def as_number(answer: QueryAnswer) -> int:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
@@ -151,6 +152,28 @@ class FleetClient:
     def watch(self, period_s: float) -> None:
         for client in self._clients:
             client.watch(period_s)
+
+    def hold(self, *, holds: bool) -> None:
+        for client in self._clients:
+            client.hold(holds=holds)
+
+    def stop(self) -> None:
+        """Ends all cores, which `restart` starts again."""
+        for client in self._clients:
+            client.stop()
+
+    def restart(self, changes: Mapping[str, Any]) -> None:
+        """Replaces all cores at once, by ones with other values of the options in `changes`."""
+        for client in self._clients:
+            client.restart(changes)
+
+    @property
+    def num_failed_starts(self) -> int:
+        return max(client.num_failed_starts for client in self._clients)
+
+    @property
+    def is_restarting(self) -> bool:
+        return any(client.is_restarting for client in self._clients)
 
     def query(self, query: Query) -> QueryAnswer:
         if isinstance(query, ViewEngine):

@@ -17,6 +17,7 @@ from octavo.engine.clients.client import (
     ChangeRequests,
     Command,
     EngineInfo,
+    HoldEngine,
     WatchEngine,
 )
 from octavo.engine.core import EngineCore
@@ -53,6 +54,9 @@ class InProcessClient:
 
     def watch(self, period_s: float) -> None:
         self._send(WatchEngine(period_s))
+
+    def hold(self, *, holds: bool) -> None:
+        self._send(HoldEngine(holds))
 
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -118,3 +122,5 @@ def apply_command(core: EngineCore, command: Command) -> None:
             core.change(change)
     elif isinstance(command, WatchEngine):
         core.watch(command.period_s)
+    elif isinstance(command, HoldEngine):
+        core.hold(holds=command.holds)

@@ -28,6 +28,7 @@ from octavo.engine.clients.client import (
     CloseCore,
     Command,
     EngineInfo,
+    HoldEngine,
     RunQuery,
     WatchEngine,
 )
@@ -152,6 +153,9 @@ class ProcessClient:
     def watch(self, period_s: float) -> None:
         self._command(WatchEngine(period_s))
 
+    def hold(self, *, holds: bool) -> None:
+        self._command(HoldEngine(holds))
+
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         """Returns the next outputs of the core; raises EngineDead if the process has ended. Returns
         None after a timeout or if the client is closed.
@@ -177,6 +181,10 @@ class ProcessClient:
         if result.error is not None:
             raise InvalidRequest(result.error, hint=result.hint)
         return result.value
+
+    def end(self) -> None:
+        """Kills the process; `receive` then raises EngineDead."""
+        self._process.kill()
 
     def kill(self) -> list[CoreOutputs]:
         """Kills a process that hangs or has died, and closes the client; returns its last

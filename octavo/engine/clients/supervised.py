@@ -8,10 +8,12 @@ only on the request, so the new core continues with the same tokens, bit for bit
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -29,8 +31,8 @@ from octavo.engine.protocol.requests import EngineRequest, Query, QueryAnswer, R
 from octavo.engine.protocol.stats import EngineStats
 from octavo.utils.progress import Report
 
-StartCore = Callable[[int], ProcessClient]
-"""Starts a core, given the number of cores that were started before it."""
+StartCore = Callable[[int, Mapping[str, Any]], ProcessClient]
+"""Starts a core, given the number of cores before it and the options changed since the first."""
 
 MAX_FAILED_STARTS = 3
 """Number of consecutive cores that may die while loading before the waiting requests fail."""
@@ -45,6 +47,8 @@ class CoreFailure:
     reason: str
     hung: bool = False
     was_ready: bool = True
+    is_intended: bool = False
+    """Whether `stop` or `restart` ended it; then no request is a suspect."""
     by_peer: bool = False
     """Whether the reason was that another engine ended; then no request of this core is a suspect.
     """
@@ -77,7 +81,8 @@ class SupervisedClient:
         self.trouble = ""
         self._start = start
         self._report = report
-        self._core = start(0)
+        self._changes: Mapping[str, Any] = {}
+        self._core = start(0, self._changes)
         self._watchdog = Watchdog(stall_timeout_s)
         self._backoff = RestartBackoff()
         self._suspects = Suspects()
@@ -92,6 +97,10 @@ class SupervisedClient:
         self._trying = False
         """Whether only the request on trial is sent to the core."""
         self._watch_period_s = 0.0
+        self._is_held = False
+        self._is_stopped = False
+        self._is_ending = False
+        """Whether the core is being ended on purpose."""
         self._stats = EngineStats()
         self._before: EngineStats | None = None
         """Total counts of all earlier cores."""
@@ -144,6 +153,51 @@ class SupervisedClient:
             self._watch_period_s = period_s
             if self._restart_at is None:
                 self._core.watch(period_s)
+
+    def hold(self, *, holds: bool) -> None:
+        with self._lock:
+            self._is_held = holds
+            if self._restart_at is None:
+                self._core.hold(holds=holds)
+
+    def stop(self) -> None:
+        """Ends the core, which frees its memory. Requests wait until `restart` starts the next
+        one.
+        """
+        with self._lock:
+            self._is_stopped = True
+            self._end_core("the engine sleeps", math.inf)
+
+    def restart(self, changes: Mapping[str, Any]) -> None:
+        """Replaces the core by one with other values of the options in `changes`, on which the
+        unfinished requests continue. The first `receive` after it starts the new core.
+        """
+        with self._lock:
+            self._is_stopped = False
+            self._changes = {**self._changes, **changes}
+            self._backoff.num_failed_starts = 0
+            self._end_core("the engine restarts", time.monotonic())
+        self._wake.set()
+
+    def _end_core(self, why: str, restart_at: float) -> None:
+        """Ends the core, if there is one, and sets the time of the next start. The caller holds the
+        lock.
+        """
+        self.trouble = why
+        if self._restart_at is None:
+            self._is_ending = True
+            self._core.end()
+        else:
+            self._restart_at = restart_at
+
+    @property
+    def num_failed_starts(self) -> int:
+        """Number of cores in a row that died before they were ready."""
+        return self._backoff.num_failed_starts
+
+    @property
+    def is_restarting(self) -> bool:
+        return bool(self.trouble)
 
     def receive(self, timeout_s: float | None = None) -> CoreOutputs | None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
@@ -211,14 +265,14 @@ class SupervisedClient:
 
     def _note_recovery(self) -> None:
         """Reports that a new core is ready, even if it died immediately afterwards."""
-        if self.trouble and self._core.is_ready:
+        if self.trouble and self._core.is_ready and not self._is_ending:
             self.trouble = ""
             self._backoff.note_ready(time.monotonic())
             self._report("the engine is ready again")
 
     def _hangs(self) -> bool:
         """Returns whether a core with work has stalled. A loading core has no time limit."""
-        if self._core.is_ready and self._ledger.unfinished:
+        if self._core.is_ready and self._ledger.unfinished and not self._is_held:
             return self._watchdog.has_stalled(self._core.heartbeat.beats, time.monotonic())
         self._watchdog.reset()
         return False
@@ -287,7 +341,14 @@ class SupervisedClient:
         if not self._core.is_ready and in_step:
             # It died in its first step, before its CoreReady message was sent.
             self._backoff.note_ready(time.monotonic())
-        failure = CoreFailure(reason, hung, was_ready, by_peer, self._ledger.known(in_step))
+        failure = CoreFailure(
+            reason,
+            hung,
+            was_ready,
+            is_intended=self._is_ending,
+            by_peer=by_peer,
+            step_requests=self._ledger.known(in_step),
+        )
         return self._recover(failure, outputs)
 
     def _recover(self, failure: CoreFailure, outputs: list[EngineOutput]) -> CoreOutputs | None:
@@ -298,14 +359,20 @@ class SupervisedClient:
             if self._closing:
                 return None
             now = time.monotonic()
-            delay_s = 0.0 if failure.hung else self._backoff.delay_s(now)
+            self._is_ending = False
+            if failure.is_intended:
+                self._backoff.note_intended_end()
+                delay_s = math.inf if self._is_stopped else 0.0
+            else:
+                delay_s = 0.0 if failure.hung else self._backoff.delay_s(now)
             # Aborted requests count as suspects too: one of them may have caused the failure.
             guilty = self._find_guilty(failure)
             outputs += self._end(self._ledger.aborted(), "abort")
             given_up = f"{failure.reason}; this request is aborted; the engine was restarted"
             outputs += self._end(guilty, "error", given_up)
             wait = f" in {delay_s:g} s" if delay_s else ""
-            self.trouble = f"{failure.reason}: restarting the engine{wait}"
+            if not failure.is_intended:
+                self.trouble = f"{failure.reason}: restarting the engine{wait}"
             self._stats = self._before = self._ledger.counts(self._stats)
             self._before.num_restarts += 1
             self._trying = True
@@ -330,7 +397,7 @@ class SupervisedClient:
         waits forever.
         """
         unfinished = list(self._ledger.unfinished)
-        if failure.was_ready and not failure.by_peer:
+        if failure.was_ready and not (failure.by_peer or failure.is_intended):
             certain = failure.hung and bool(failure.step_requests) and not self._shares_steps
             return self._suspects.accuse(failure.step_requests or unfinished, certain=certain)
         self._suspects.postpone()
@@ -372,10 +439,12 @@ class SupervisedClient:
         """
         if not self._closing:
             try:
-                self._core = self._start(num_before)
+                self._core = self._start(num_before, self._changes)
             except OSError as error:
                 return CoreFailure(f"no process can be started: {error}", was_ready=False)
             self._restart_at = None
             if self._watch_period_s:
                 self._core.watch(self._watch_period_s)
+            if self._is_held:
+                self._core.hold(holds=True)
         return None

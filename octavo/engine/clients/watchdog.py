@@ -57,6 +57,11 @@ class RestartBackoff:
         self.num_failed_starts = 0
         self._ready_at = now
 
+    def note_intended_end(self) -> None:
+        """Records that a core was ended on purpose; the next one starts at once."""
+        self.num_failed_starts = self._num_deaths = 0
+        self._ready_at = None
+
     def delay_s(self, now: float) -> float:
         """Records a death; returns the seconds to wait before the next start."""
         if self._ready_at is None:

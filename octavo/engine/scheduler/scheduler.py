@@ -214,7 +214,7 @@ class Scheduler:
         """Updates the requests of the oldest step in flight; returns their outputs, after the final
         outputs of requests that ended between steps.
         """
-        outputs, self._outputs = self._outputs, []
+        outputs = self.pop_outputs()
         step = self.in_flight.pop(plan.num_steps)
         step.count(result, self._stats, self.times)
         if step.is_first:
@@ -248,6 +248,11 @@ class Scheduler:
                     scheduled.start += 1
         if self.leaving:
             self._free_leaving()
+        return outputs
+
+    def pop_outputs(self) -> list[EngineOutput]:
+        """Returns the final outputs of requests that ended between steps."""
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def _update_row(

@@ -61,7 +61,7 @@ async def capabilities(
         "model": served.name,
         "max_model_len": info.max_model_len,
         "vocab_size": info.vocab_size,
-        "max_logprobs": config.model.max_logprobs,
+        "max_logprobs": config.model.get_max_logprobs(info.vocab_size),
         "block_size": BLOCK_SIZE if config.cache.kv_cache else None,
         "kv_events": _kv_events(config),
         "kv_pool": pool_name(config.to_options().get(store_option(config))),
@@ -131,7 +131,8 @@ def _fit_to_model(
     if name in OPTIONS.greedy_values:
         row["allowed_at_temperature_0"] = [OPTIONS.greedy_values[name]]
     if name in COUNTS_OF_LOGPROBS and row["type"] == "integer":
-        row["max"] = model.llm.config.model.max_logprobs
+        llm = model.llm
+        row["max"] = llm.config.model.get_max_logprobs(llm.info.vocab_size)
     if name in LONGEST_ANSWER:
         row["max"] = model.llm.info.max_model_len - 1
     return row

@@ -111,7 +111,7 @@ def test_every_request_ends_as_it_should(seed, monkeypatch):
         "max_num_seqs": draw.choice([2, 8]),
     }
 
-    def start(num_before):
+    def start(num_before, _):
         starts.append(num_before)
         executor = FailingExecutor(
             bad, lambda: draw.random() < lucky, lambda: draw.choice(failures)

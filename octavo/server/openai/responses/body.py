@@ -120,15 +120,24 @@ class InputItem(BodyPart):
 
 
 class ResponseTool(BodyPart):
-    """A function that the model may call; server-side tools are ignored."""
+    """A function that the model may call, or the tools of an MCP server; other tools of servers are
+    ignored.
+    """
 
-    types = ("function",)
+    types = ("function", "mcp")
 
-    type: Literal["function"]
-    name: str
+    type: Literal["function", "mcp"]
+    name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    server_label: str | None = None
+    server_url: str | None = None
+    server_description: str | None = accepted("a string")
+    allowed_tools: list[str] | dict[str, Any] | None = None
+    require_approval: Any = None
+    authorization: str | None = None
+    headers: dict[str, str] | None = None
 
 
 class ResponseToolName(BodyPart):
@@ -268,6 +277,10 @@ class ResponseBody(FilterBody):
 
     def check(self) -> None:
         """Raises InvalidRequest for conflicting fields; reports unknown values of `include`."""
+        for index, tool in enumerate(self.tools or ()):
+            if tool.type == "function" and tool.name is None:
+                where = f"tools[{index}].name"
+                raise InvalidRequest(f"{where}: field required", param=where)
         for name in self.include or ():
             if name not in INCLUDED:
                 self.ignored.add("include", shown_as=f"include[{name[:80]}]")

@@ -6,10 +6,17 @@ be replayed from the store.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.server.openai.responses.output import OutputItem, OutputItems, Piece, TokenEntry
+from octavo.server.openai.responses.output import (
+    NO_SERVERS,
+    OutputItem,
+    OutputItems,
+    Piece,
+    TokenEntry,
+    ToolListing,
+)
 from octavo.server.output_parser import PLAIN, OutputParser
 from octavo.text.parsers.parts import Part, PartKind
 
@@ -22,17 +29,20 @@ DELTAS = {
     PartKind.CALL: "function_call_arguments",
 }
 """Prefix of the delta events' names, by kind of item."""
+MCP_ARGUMENTS = "mcp_call_arguments"
 
 
 class EventWriter:
     """Produces the events of one response."""
 
-    def __init__(self, first: Response) -> None:
-        """`first` is the response before its first token."""
+    def __init__(self, first: Response, servers: Mapping[str, str] = NO_SERVERS) -> None:
+        """`first` is the response before its first token; `servers` maps the names of MCP tools to
+        the labels of their servers.
+        """
         self._first = dict(first)
         self._parser = PLAIN
         self._reader = PLAIN.reader()
-        self._output = OutputItems(first["id"])
+        self._output = OutputItems(first["id"], servers)
         self._open: OutputItem | None = None
         self._num_events = 0
 
@@ -61,6 +71,38 @@ class EventWriter:
         text, logprobs = piece
         return self._format_parts(self._reader.read(text), logprobs)
 
+    @property
+    def items(self) -> list[OutputItem | ToolListing]:
+        return self._output.items
+
+    def list_tools(self, server: str, tools: Sequence[Mapping[str, Any]]) -> list[Event]:
+        """Returns the events of an item with the tools of an MCP server."""
+        listing = self._output.list_tools(server, [dict(tool) for tool in tools])
+        place = {"item_id": listing.id, "output_index": listing.index}
+        item = listing.value("completed")
+        whole = {"output_index": listing.index, "item": item}
+        return [
+            self._event("output_item.added", {**whole, "item": {**item, "tools": []}}),
+            self._event("mcp_list_tools.in_progress", place),
+            self._event("mcp_list_tools.completed", place),
+            self._event("output_item.done", whole),
+        ]
+
+    def end_turn(self, status: str) -> list[Event]:
+        """Returns the last events of the model's text before MCP tools are called."""
+        events = self._format_parts(self._reader.read("", finished=True), [])
+        self._output.end_turn()
+        return [*events, *self._close_item(status)]
+
+    def call_ended(self, item: OutputItem) -> list[Event]:
+        """Returns the events of an MCP call whose result is known."""
+        name = "completed" if item.error is None else "failed"
+        whole = {"output_index": item.index, "item": item.value("completed")}
+        return [
+            self._event(f"mcp_call.{name}", _place(item)),
+            self._event("output_item.done", whole),
+        ]
+
     def closing(self, last: Response) -> list[Event]:
         """Returns the last events, with all items and the final response."""
         status = last["status"]
@@ -70,7 +112,9 @@ class EventWriter:
         events = self._format_parts(self._reader.read("", finished=True), [])
         if not self._output.items:
             self._output.finish()
-            events += self._open_item(self._output.items[0])
+            (item,) = self._output.items
+            assert isinstance(item, OutputItem)
+            events += self._open_item(item)
         return [*events, *self._close_item(ending), self._format_response(ending, last)]
 
     def _format_parts(self, parts: list[Part], logprobs: list[TokenEntry]) -> list[Event]:
@@ -87,7 +131,9 @@ class EventWriter:
         self._open = item
         value = item.value("in_progress")
         if item.kind is PartKind.CALL:
-            return [self._event("output_item.added", {"output_index": item.index, "item": value})]
+            added = self._event("output_item.added", {"output_index": item.index, "item": value})
+            running = [self._event("mcp_call.in_progress", _place(item))] if item.server else []
+            return [added, *running]
         value["content"] = []
         empty = OutputItem(item.kind, item.id, item.index).part()
         return [
@@ -97,14 +143,16 @@ class EventWriter:
 
     def _format_delta(self, item: OutputItem, text: str, logprobs: list[TokenEntry]) -> Event:
         more: Event = {"logprobs": logprobs} if item.kind is PartKind.CONTENT else {}
-        return self._event(f"{DELTAS[item.kind]}.delta", _place(item) | {"delta": text} | more)
+        return self._event(f"{_get_prefix(item)}.delta", _place(item) | {"delta": text} | more)
 
     def _close_item(self, status: str) -> list[Event]:
         """Returns the events that close the open item."""
         item, self._open = self._open, None
         if item is None:
             return []
-        name = f"{DELTAS[item.kind]}.done"
+        name = f"{_get_prefix(item)}.done"
+        if item.server:
+            return [self._event(name, _place(item) | {"arguments": item.text})]
         if item.kind is PartKind.CALL:
             fields = {"arguments": item.text, "name": item.name}
             events = [self._event(name, _place(item) | fields)]
@@ -124,6 +172,10 @@ class EventWriter:
         event = {"type": f"response.{name}", "sequence_number": self._num_events, **content}
         self._num_events += 1
         return event
+
+
+def _get_prefix(item: OutputItem) -> str:
+    return MCP_ARGUMENTS if item.server else DELTAS[item.kind]
 
 
 def _place(item: OutputItem) -> dict[str, Any]:

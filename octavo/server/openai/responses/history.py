@@ -15,7 +15,7 @@ from octavo.server.state.store import Record, Store
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 MAX_TURNS = 1000
 """Maximum number of previous responses in a conversation."""
-OUTPUT_ID = re.compile(r"(?:msg|rs|fc)_(?P<hash>[0-9a-f]{48})\d*")
+OUTPUT_ID = re.compile(r"(?:msg|rs|fc|mcp|mcpl)_(?P<hash>[0-9a-f]{48})\d*")
 """Ids of output items, which contain their response's id."""
 
 Item = dict[str, Any]

@@ -63,6 +63,13 @@ def make_messages(items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             case "reasoning":
                 thought = "\n".join(part["text"] for part in item["content"])
                 continue
+            case "mcp_list_tools":
+                continue
+            case "mcp_call":
+                result = item["output"] if item["error"] is None else f"error: {item['error']}"
+                call = {**item, "type": "function_call", "call_id": item["id"]}
+                answer = {"role": "tool", "tool_call_id": item["id"], "content": result or ""}
+                messages += [*make_messages([call]), answer]
             case "function_call":
                 last = messages[-1] if messages else {}
                 if last.get("role") != "assistant" or thought:

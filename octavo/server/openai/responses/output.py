@@ -6,9 +6,9 @@ replayed stream are equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from octavo.server.output_parser import OutputParser
 from octavo.text.parsers.parts import Part, PartKind
@@ -17,8 +17,10 @@ TokenEntry = dict[str, Any]
 """Logprobs of one token in OpenAI's format."""
 Piece = tuple[str, list[TokenEntry]]
 """New text of a response, and its tokens' logprobs if requested."""
+NO_SERVERS: Mapping[str, str] = {}
 
 PREFIXES = {PartKind.REASONING: "rs", PartKind.CONTENT: "msg", PartKind.CALL: "fc"}
+MCP_PREFIX = "mcp"
 
 
 @dataclass(slots=True)
@@ -34,10 +36,28 @@ class OutputItem:
     call_id: str = ""
     logprobs: list[TokenEntry] = field(default_factory=list)
     """Logprobs of a message's tokens, if they are requested."""
+    server: str = ""
+    """Label of the MCP server whose tool is called; "" for a function of the client."""
+    output: str | None = None
+    """Result of an MCP tool."""
+    error: str | None = None
+    """Why an MCP tool failed."""
 
     def value(self, status: str) -> dict[str, Any]:
         """Returns the item in OpenAI's format."""
         match self.kind:
+            case PartKind.CALL if self.server:
+                return {
+                    "id": self.id,
+                    "type": "mcp_call",
+                    "server_label": self.server,
+                    "name": self.name,
+                    "arguments": self.text,
+                    "output": self.output,
+                    "error": self.error,
+                    "approval_request_id": None,
+                    "status": status if self.error is None else "failed",
+                }
             case PartKind.CALL:
                 return call_item(self.id, self.call_id, self.name, self.text, status)
             case PartKind.REASONING:
@@ -64,10 +84,33 @@ class OutputItem:
         return output_part(self.text, self.logprobs)
 
 
+@dataclass(frozen=True, slots=True)
+class ToolListing:
+    """An output item with the tools of an MCP server."""
+
+    id: str
+    index: int
+    server: str
+    tools: Sequence[dict[str, Any]]
+    kind: ClassVar[None] = None
+
+    def value(self, status: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "mcp_list_tools",
+            "server_label": self.server,
+            "tools": list(self.tools),
+            "error": None,
+        }
+
+
 class OutputItems:
-    def __init__(self, response_id: str) -> None:
+    def __init__(self, response_id: str, servers: Mapping[str, str] = NO_SERVERS) -> None:
+        """`servers` maps the names of MCP tools to the labels of their servers."""
         self._hash = response_id.removeprefix("resp_")
-        self.items: list[OutputItem] = []
+        self._servers = servers
+        self.items: list[OutputItem | ToolListing] = []
+        self._is_ended = False
         self._waiting: list[TokenEntry] = []
         """Logprobs of tokens that have not produced text yet."""
 
@@ -93,15 +136,35 @@ class OutputItems:
     def add(self, part: Part) -> OutputItem:
         """Adds a part; returns its item, which may be new."""
         kind = PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
-        if part.kind is PartKind.CALL or not self.items or self.items[-1].kind is not kind:
+        if (
+            self._is_ended
+            or part.kind is PartKind.CALL
+            or not self.items
+            or self.items[-1].kind is not kind
+        ):
             self._begin(kind)
+            self._is_ended = False
         item = self.items[-1]
+        assert isinstance(item, OutputItem), "a listing has no kind"
         if part.kind is PartKind.CALL:
-            item.name = part.text
+            item.name, item.server = part.text, self._servers.get(part.text, "")
+            if item.server:
+                item.id = f"{MCP_PREFIX}_{self._hash}{item.index}"
             item.call_id = part.call_id or f"call_{self._hash[:20]}{part.call:04d}"
         else:
             item.text += part.text
         return item
+
+    def end_turn(self) -> None:
+        """Makes the next part begin a new item."""
+        self._is_ended = True
+
+    def list_tools(self, server: str, tools: Sequence[dict[str, Any]]) -> ToolListing:
+        """Adds an item with the tools of an MCP server."""
+        index = len(self.items)
+        listing = ToolListing(f"mcpl_{self._hash}{index}", index, server, tools)
+        self.items.append(listing)
+        return listing
 
     def finish(self) -> None:
         """Adds an empty message if there is no item."""

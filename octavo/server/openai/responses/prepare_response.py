@@ -24,11 +24,16 @@ from octavo.server.http.errors import make_fault
 from octavo.server.http.request_limits import RequestLimits
 from octavo.server.openai.logprobs import TokenNames, chat_logprobs
 from octavo.server.openai.rendering import effort_variables
-from octavo.server.openai.responses.body import ResponseAllowedTools, ResponseBody, ResponseToolName
+from octavo.server.openai.responses.body import (
+    ResponseAllowedTools,
+    ResponseBody,
+    ResponseTool,
+    ResponseToolName,
+)
 from octavo.server.openai.responses.events import Event, EventWriter
 from octavo.server.openai.responses.history import get_previous_items, resolve_references
 from octavo.server.openai.responses.items import make_messages, parse_input
-from octavo.server.openai.responses.output import Piece, parse_output
+from octavo.server.openai.responses.output import OutputItem, Piece, ToolListing, parse_output
 from octavo.server.output_parser import OutputParser
 from octavo.server.output_streams import OutputStreams
 from octavo.server.response_builder import ChoiceDelta, ResponseBuilder, TokenUsage
@@ -74,8 +79,9 @@ class PreparedResponse:
     """The response object before its first token."""
     parser: OutputParser
 
-    def start(self) -> ResponseBuilder:
-        """Submits the request; raises ClientError if it is invalid.
+    def start(self, turn: int = 0) -> ResponseBuilder:
+        """Submits the request; raises ClientError if it is invalid. `turn` counts the requests of
+        the same response.
 
         The builder does not parse the text: items are parsed from the stored pieces.
         """
@@ -84,7 +90,7 @@ class PreparedResponse:
             self.model,
             [self.prompt],
             params,
-            response_request.id,
+            f"{response_request.id}-{turn}" if turn else response_request.id,
             origin=response_request.origin,
             deltas=True,
         )
@@ -102,27 +108,37 @@ class PreparedResponse:
         """Returns the final response object; `status` overrides the status that follows from the
         finish reason.
         """
-        latest = builder.latest
-        reason = None if latest is None else latest.outputs[0].finish_reason
-        status = status or {"stop": "completed", "length": "incomplete"}.get(
-            reason or "", "cancelled"
-        )
+        status = status or get_status(builder)
         output = parse_output(self.response_request.id, self.parser, pieces)
         if status in ("completed", "incomplete"):
             output.finish()
-        ending = "completed" if status == "completed" else "incomplete"
-        too_long = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            **self.first,
-            "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "incomplete_details": too_long,
-            "output": [
-                item.value("completed" if item is not output.items[-1] else ending)
-                for item in output.items
-            ],
-            "usage": None if latest is None else _format_usage(builder.usage),
-        }
+        usage = None if builder.latest is None else format_usage(builder.usage)
+        return make_last(self.first, status, output.items, usage)
+
+
+def get_status(builder: ResponseBuilder) -> str:
+    """Returns the status that follows from a request's finish reason."""
+    reason = None if builder.latest is None else builder.latest.outputs[0].finish_reason
+    return {"stop": "completed", "length": "incomplete"}.get(reason or "", "cancelled")
+
+
+def make_last(
+    first: dict[str, Any],
+    status: str,
+    items: Sequence[OutputItem | ToolListing],
+    usage: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Returns the final response object."""
+    ending = "completed" if status == "completed" else "incomplete"
+    too_long = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    return {
+        **first,
+        "status": status,
+        "completed_at": int(time.time()) if status == "completed" else None,
+        "incomplete_details": too_long,
+        "output": [item.value("completed" if item is not items[-1] else ending) for item in items],
+        "usage": usage,
+    }
 
 
 async def make_request(
@@ -141,12 +157,15 @@ async def make_request(
 async def count_input_tokens(
     response_request: ResponseRequest, model: ServedModel, store: Store | None
 ) -> int:
-    talk, _ = await _make_conversation(response_request, model, store)
+    talk, _ = await _make_conversation(response_request, model, store, None)
     return len((await talk.prompt(model))["prompt_token_ids"])
 
 
 async def _make_conversation(
-    response_request: ResponseRequest, model: ServedModel, store: Store | None
+    response_request: ResponseRequest,
+    model: ServedModel,
+    store: Store | None,
+    of_servers: Sequence[OfferedFunction] | None,
 ) -> tuple[Conversation, int]:
     """Returns a response's conversation and its number of leading system messages."""
     instructions = response_request.body.instructions
@@ -157,16 +176,21 @@ async def _make_conversation(
     messages = system + make_messages([*before, *response_request.items])
     if not messages:
         raise InvalidRequest("input: expected items or instructions, got none", param="input")
-    return _conversation(response_request, model, messages), len(system)
+    return _conversation(response_request, model, messages, of_servers), len(system)
 
 
 async def prepare_response(
-    response_request: ResponseRequest, model: ServedModel, store: Store | None
+    response_request: ResponseRequest,
+    model: ServedModel,
+    store: Store | None,
+    of_servers: Sequence[OfferedFunction] | None = None,
 ) -> PreparedResponse:
-    """Builds the prompt of a response; raises ClientError if it is invalid."""
+    """Builds the prompt of a response; raises ClientError if it is invalid. `of_servers` are the
+    tools of MCP servers; None: such tools are ignored.
+    """
     body = response_request.body
     params = body.params(model.llm.get_default_chat_params())
-    talk, num_system = await _make_conversation(response_request, model, store)
+    talk, num_system = await _make_conversation(response_request, model, store, of_servers)
     prompt = (
         await _truncate(talk, response_request, model, num_system)
         if body.truncation == "auto"
@@ -200,7 +224,10 @@ async def stream_failure(
 
 
 def _conversation(
-    response_request: ResponseRequest, model: ServedModel, messages: list[dict[str, Any]]
+    response_request: ResponseRequest,
+    model: ServedModel,
+    messages: list[dict[str, Any]],
+    of_servers: Sequence[OfferedFunction] | None,
 ) -> Conversation:
     known = model.tokenizer.template_variables if model.tokenizer is not None else frozenset()
     effort = (
@@ -211,7 +238,7 @@ def _conversation(
         messages,
         response_request.body.cache_salt,
         Rendering(variables=variables),
-        tools=parse_tools(response_request.body, model.limits),
+        tools=parse_tools(response_request.body, model.limits, of_servers),
     )
 
 
@@ -281,7 +308,7 @@ def _make_first(
         "temperature": params.temperature,
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
         "tool_choice": _to_json(body.tool_choice) or "auto",
-        "tools": [_to_json(tool) for tool in body.tools or ()],
+        "tools": [_show_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
@@ -296,7 +323,7 @@ def _to_json(value: Any) -> Any:
     return value.model_dump() if isinstance(value, BaseModel) else value
 
 
-def _format_usage(usage: TokenUsage) -> dict[str, Any]:
+def format_usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -306,17 +333,33 @@ def _format_usage(usage: TokenUsage) -> dict[str, Any]:
     }
 
 
-def parse_tools(body: ResponseBody, limits: RequestLimits) -> ToolUse | None:
+def _show_tool(tool: ResponseTool) -> dict[str, Any]:
+    """Returns a tool as the response repeats it, without secrets."""
+    if tool.type == "function":
+        return tool.model_dump(include={"type", "name", "description", "parameters", "strict"})
+    shown = {"type", "server_label", "server_url", "allowed_tools", "require_approval"}
+    return tool.model_dump(include=shown)
+
+
+def parse_tools(
+    body: ResponseBody, limits: RequestLimits, of_servers: Sequence[OfferedFunction] | None = None
+) -> ToolUse | None:
     """Returns the checked tools of a body; None if the model may not call any."""
     functions = [
         OfferedFunction(
-            tool.name,
+            tool.name or "",
             NO_ARGUMENTS if tool.parameters is None else tool.parameters,
             tool.description,
             is_strict=tool.strict is True,
         )
         for tool in body.tools or ()
+        if tool.type == "function"
     ]
+    functions += of_servers or ()
+    if of_servers is None:
+        for index, tool in enumerate(body.tools or ()):
+            if tool.type == "mcp":
+                body.ignored.add(f"tools[{index}]", shown_as="tools[type=mcp]")
     choice, named = _choice(body)
     is_parallel = body.parallel_tool_calls is not False
     return make_tool_use(

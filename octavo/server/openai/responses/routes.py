@@ -6,6 +6,7 @@ Bodies and events are OpenAI's. Only the key that created a response can access 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -22,6 +23,7 @@ from octavo.server.openai.listing import listing
 from octavo.server.openai.responses.body import InputTokensBody, ResponseBody
 from octavo.server.openai.responses.events import Event, EventWriter, error_event
 from octavo.server.openai.responses.history import get_input_items
+from octavo.server.openai.responses.mcp_turns import McpTurns, uses_mcp
 from octavo.server.openai.responses.output import Piece
 from octavo.server.openai.responses.prepare_response import (
     PreparedResponse,
@@ -65,6 +67,9 @@ async def create(
     response_request = await make_request(body, get_owner(request), origin, service.store)
     if store is not None:
         store.check_room()
+    if uses_mcp(body, service.settings):
+        turns = McpTurns(response_request, model, service.store, service.settings)
+        return await _answer_in_turns(request, turns, store, streams=bool(body.stream))
     if body.background and runs is not None:
         run = await runs.start(await prepare_response(response_request, model, service.store))
         if body.stream:
@@ -218,6 +223,34 @@ async def _events(
         last = make_failed(prepared.first, error)
     await _store(prepared.response_request, last, store)
     yield writer.closing(last)
+
+
+async def _answer_in_turns(
+    request: Request, turns: McpTurns, store: Store | None, *, streams: bool
+) -> Response:
+    """Answers a request with MCP tools."""
+    events = _mcp_events(turns, *await turns.begin(), store)
+    if streams:
+        return TypedEventStream(events)
+    await cancel_on_disconnect(request.receive, _drain(events))
+    return JSONResponse(turns.last)
+
+
+async def _mcp_events(
+    turns: McpTurns, prepared: PreparedResponse, builder: ResponseBuilder, store: Store | None
+) -> AsyncGenerator[list[Event], None]:
+    """Yields the events of a response with MCP tools; it is stored before the last ones."""
+    async with aclosing(turns.events(prepared, builder)) as steps:
+        async for new in steps:
+            yield new
+    await _store(prepared.response_request, turns.last, store)
+    yield turns.closing()
+
+
+async def _drain(events: AsyncGenerator[list[Event], None]) -> None:
+    async with aclosing(events):
+        async for _ in events:
+            pass
 
 
 async def _store(
