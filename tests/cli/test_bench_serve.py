@@ -197,7 +197,7 @@ def test_wrong_model_or_key(octavo, url, monkeypatch):
 
 def test_an_own_server_that_does_not_start(octavo, tmp_path):
     ended = octavo("bench", "serve", f"--model={tmp_path}", "--num-requests=1")
-    assert ended.code == 2 and "the server did not start (exit code 2)" in ended.message[-1]
+    assert ended.code == 2 and "the server did not start (exit code 2)" in ended.message[-2]
 
 
 STREAMS = {
@@ -229,7 +229,7 @@ def test_an_own_server_that_ends_fails_the_benchmark(octavo, tiny, monkeypatch):
     ended = octavo("bench", "serve", *tiny, "--num-requests=1")
     assert (ended.code, ended.out) == (1, "")
     assert (
-        ended.message[-1]
+        ended.message[-2]
         == "octavo: the server ended before the benchmark did (killed by signal 9)"
     )
 

@@ -123,7 +123,9 @@ def test_a_file_that_is_no_conversation_is_refused_and_not_replaced(talk, tmp_pa
     _, messages = talk(f"/load {file}", f"/save {file}", f"/load {tmp_path / 'none'}", "/save")
     assert messages[1:-1] == [
         f"{file}: not a conversation: user and assistant messages must alternate",
+        "hint: use a file written by /save",
         f"{file}: not a conversation: user and assistant messages must alternate",
+        "hint: use a file written by /save",
         f"chat: {tmp_path / 'none'}: cannot be read: No such file or directory",
         "hint: check the path and its permissions",
         "/save: a file name is required",

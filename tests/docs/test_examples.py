@@ -44,6 +44,7 @@ NOT_RUN = {
     ("docs/guides/clients.md", "ANTHROPIC_"): "runs Claude Code",
     ("docs/guides/cluster.md", ""): "needs Ray on several machines",
     ("docs/guides/images.md", "pip"): "installs",
+    ("docs/guides/images.md", "octavo serve ./Qwen2.5"): "a GGUF model; see tests/checkpoint",
     ("docs/guides/load-testing.md", "octavo bench serve"): "takes minutes; see tests/cli",
     ("docs/guides/models.md", "octavo rm"): "deletes a download; see tests/cli",
     ("docs/guides/models.md", "octavo ps"): "asks port 8000, which may be in use; see tests/cli",
@@ -82,6 +83,7 @@ NOT_RUN = {
         "needs the predictors of the minutes before"
     ),
     ("docs/guides/speculation.md", "python benchmarks"): "takes minutes",
+    ("docs/guides/training.md", ""): "weights of a trainer; see tests/server",
     ("docs/guides/tuning.md", "octavo bench serve"): "takes minutes; see tests/cli",
     ("docs/guides/two-machines.md", ""): "several machines; see tests/distributed",
     ("docs/guides/vllm-router.md", ""): "another project's router; see tests/clients",

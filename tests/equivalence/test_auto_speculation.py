@@ -47,7 +47,7 @@ def test_the_head_is_used_where_there_is_one(head):
 @pytest.mark.parametrize(
     ("options", "method"),
     [
-        ({"tensor_parallel_size": 2, "backend": "torch"}, "suffix"),
+        ({"tensor_parallel_size": 2, "backend": "torch"}, "auto"),
         ({"kv_cache": False, "enable_prefix_caching": False}, "suffix"),
         ({"pipeline_parallel_size": 2}, None),
     ],

@@ -176,7 +176,7 @@ def test_an_effort_goes_to_a_template_that_reads_it(trusting):
 def test_what_a_template_says_reaches_its_client(trusting):
     with trusting.http() as http:
         error = refusal(http, [{"role": "user", "content": "no"}])
-    assert error["message"].endswith("the chat template failed: say something else")
+    assert "the chat template failed: say something else" in error["message"]
 
 
 def test_parts_of_other_kinds_are_refused_by_their_place(http):

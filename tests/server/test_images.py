@@ -165,7 +165,7 @@ def test_each_family_streams_what_it_sees(families, family):
     """PaliGemma's prompt is an image and a text; it has no chat template of roles."""
     with families.openai() as client:
 
-        def stream(seed: int) -> str:
+        def stream(seed: int) -> tuple[str, list[float]]:
             content = [part(data_url(seed)), {"type": "text", "text": "What is it?"}]
             chunks = client.chat.completions.create(
                 model=family,
@@ -173,12 +173,18 @@ def test_each_family_streams_what_it_sees(families, family):
                 max_tokens=8,
                 temperature=0,
                 stream=True,
+                logprobs=True,
             )
-            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            choices = [chunk.choices[0] for chunk in chunks]
+            entries = [
+                entry for each in choices if each.logprobs for entry in each.logprobs.content
+            ]
+            text = "".join(each.delta.content or "" for each in choices)
+            return text, [entry.logprob for entry in entries]
 
         cat, dog = stream(0), stream(1)
-    assert cat and cat != dog
-    assert stream_again(families, family) == cat
+    assert cat[0] and cat[1] != dog[1]
+    assert stream_again(families, family) == cat[0]
 
 
 def stream_again(families, family: str) -> str:

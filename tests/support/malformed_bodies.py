@@ -31,6 +31,8 @@ SAMPLES: dict[str, Any] = {
     "text_2": "other",
     "source": "tiny",
     "destination": "copied",
+    "action": "restore",
+    "name": "none",
 }
 """Right values of the fields that some route cannot do without."""
 VALUES: dict[str, tuple[str, ...]] = {

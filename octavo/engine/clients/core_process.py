@@ -131,6 +131,7 @@ class CoreLoop:
         finally:
             heartbeat.close()
             core.close()
+            gc.unfreeze()  # so that the interpreter frees the model when it exits
 
     def _take_commands(self, core: EngineCore, heartbeat: HeartbeatThread) -> bool:
         """Applies all received commands; blocks until there is one if there is no work.
