@@ -7,17 +7,12 @@ numa_memory_policy and sysfs.
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 from collections.abc import Sequence
 
 from octavo.api.errors import ConfigError
 from octavo.config.numa_nodes import parse_numa_nodes
 from octavo.worker.machine import Machine, NumaNode
-
-GROUP_THREADS = 16
-"""Maximum number of threads that wait on one cache line."""
 
 
 def process_nodes(nodes: Sequence[NumaNode], index: int, num_processes: int) -> list[NumaNode]:
@@ -45,26 +40,6 @@ def chosen_nodes(machine: Machine, numa_bind_nodes: str | None) -> list[NumaNode
                 hint="see them with `lscpu`, or remove numa_bind_nodes",
             )
     return [known[index] for index in indices]
-
-
-def thread_groups(machine: Machine, num_threads: int) -> list[list[int]]:
-    """Returns the CPUs of each group of compute threads; [] if one group is enough.
-
-    Threads of a group share a third-level cache and are bound to it if each core has one thread;
-    else the groups have no CPUs. The split is that of csrc/runtime/thread_pool.h.
-    """
-    if num_threads <= GROUP_THREADS:
-        return []
-    caches = machine.caches()
-    cores = [core for cache in caches for core in cache]
-    if len(cores) != num_threads or len({len(cache) for cache in caches}) > 1:
-        return [[] for _ in range(math.ceil(num_threads / GROUP_THREADS))]
-    num_groups = len(caches) * math.ceil(len(caches[0]) / GROUP_THREADS)
-    bounds = [num_threads * group // num_groups for group in range(num_groups + 1)]
-    return [
-        sorted(cpu for core in cores[first:last] for cpu in core)
-        for first, last in itertools.pairwise(bounds)
-    ]
 
 
 def bind(machine: Machine, numa_bind_nodes: str | None, index: int, num_processes: int) -> None:

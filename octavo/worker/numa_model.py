@@ -1,19 +1,17 @@
 """Estimates of a decode step on several NUMA nodes, and which layout `octavo plan` suggests.
 
 Counts what each node reads and how often threads wait for each other. The times are a model: reads
-run at the bandwidth of the slowest node, waits cost transfers of cache lines. It knows nothing of
-contention on the interconnect, of KV reads or of compute.
+run at a node's bandwidth, waits cost transfers of cache lines. It knows nothing of contention on
+the interconnect, of KV reads or of compute.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from octavo.worker.machine import NumaNode
-from octavo.worker.numa import GROUP_THREADS
 
 LOCAL_HOP_S, REMOTE_HOP_S = 45e-9, 170e-9
 """Seconds for a cache line between two cores of a third-level cache, and of different ones.
@@ -22,10 +20,8 @@ Measured on Zen 4; `octavo bench --profile` shows this machine's.
 REMOTE_SHARE = 0.4
 """Bandwidth of another node's memory over that of a node's own. Assumed."""
 
-Layout = Literal["process", "first_node", "ranks", "engines"]
-"""One process on all nodes; the same with all weights on the first node; one tensor-parallel rank
-per node; one data-parallel engine per node.
-"""
+Layout = Literal["process", "ranks", "engines"]
+"""One process on all nodes; a tensor-parallel rank per node; a data-parallel engine per node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +58,12 @@ class StepWork:
 class StepEstimate:
     """Counts and time of one decode step. An exchange is a wait of ranks for each other."""
 
-    local_bytes: list[int]
-    """Bytes that each node reads from its own memory."""
-    remote_bytes: list[int]
-    """Bytes that each node reads from other nodes."""
-    stored_bytes: list[int]
+    stored_bytes: int
     """Bytes of weights in the memory of each node."""
+    local_bytes: int
+    """Bytes that each node reads from its own memory."""
+    remote_bytes: int
+    """Bytes that each node reads from other nodes."""
     num_waits: int
     """Number of times that all threads of a process wait for each other."""
     seconds: float
@@ -77,40 +73,32 @@ class StepEstimate:
 
 def estimate(machine: NumaMachine, work: StepWork, layout: Layout) -> StepEstimate:
     """Returns the counts and the time of a step in this layout."""
-    nodes, part = machine.num_nodes, work.weight_bytes // machine.num_nodes
-    others = [0] * (nodes - 1)
-    stored = {
-        "process": [part] * nodes,
-        "first_node": [work.weight_bytes, *others],
-        "ranks": [part] * nodes,
-        "engines": [work.weight_bytes] * nodes,
-    }[layout]
-    remote = [0, *(part for _ in others)] if layout == "first_node" else [0] * nodes
-    is_one_process = layout in ("process", "first_node")
-    num_threads = machine.cores_per_node * (nodes if is_one_process else 1)
+    nodes = machine.num_nodes
+    is_process = layout == "process"
+    stored = work.weight_bytes if layout == "engines" else work.weight_bytes // nodes
+    # One process has its weights on all nodes, and each node reads an equal part of them.
+    local = stored // nodes if is_process else stored
+    remote = stored - local
     num_exchanges = work.num_exchanges if layout == "ranks" else 0
-    reading = max(*stored, max(remote) / REMOTE_SHARE) / (machine.bandwidth / nodes)
-    waiting = work.num_phases * wait_s(num_threads) + num_exchanges * nodes * REMOTE_HOP_S
+    reading = (local + remote / REMOTE_SHARE) / (machine.bandwidth / nodes)
+    waiting = work.num_phases * wait_s(machine, is_process) + num_exchanges * nodes * REMOTE_HOP_S
     return StepEstimate(
-        local_bytes=[part, *others] if layout == "first_node" else stored,
-        remote_bytes=remote,
         stored_bytes=stored,
+        local_bytes=local,
+        remote_bytes=remote,
         num_waits=work.num_phases + num_exchanges,
         seconds=reading + waiting,
         num_steps=nodes if layout == "engines" else 1,
     )
 
 
-def wait_s(num_threads: int, group_threads: int = GROUP_THREADS) -> float:
-    """Returns the seconds in which threads wait for each other, in groups (thread_pool.h).
-
-    Each thread takes its group's line in turn, then each group takes the common line and releases
-    the other groups.
+def wait_s(machine: NumaMachine, is_process: bool) -> float:
+    """Returns the seconds in which the threads of a process, on all nodes or on one, wait for each
+    other: each takes the same cache line in turn (csrc/runtime/thread_pool.h).
     """
-    num_groups = math.ceil(num_threads / group_threads)
-    if num_groups == 1:
-        return num_threads * LOCAL_HOP_S
-    return math.ceil(num_threads / num_groups) * LOCAL_HOP_S + 2 * num_groups * REMOTE_HOP_S
+    if is_process and machine.num_nodes > 1:
+        return machine.num_nodes * machine.cores_per_node * REMOTE_HOP_S
+    return machine.cores_per_node * LOCAL_HOP_S
 
 
 def suggest(machine: NumaMachine, work: StepWork, kv_bytes: int) -> Layout:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from octavo import LLM
 from octavo.api.errors import ConfigError, EngineDead
 from octavo.executor.native.extension import native_module
 from octavo.executor.native.weight_file import (
@@ -30,11 +29,11 @@ from tests.support.llm_tools import (
     GREEDY,
     PENALISED,
     SAMPLED,
-    fingerprint,
     make_llm,
     prompts_of,
 )
 from tests.support.native_harness import require_native
+from tests.support.streamed_models import least_bytes, results, streamed
 from tests.support.tiny_models import tiny_model
 
 PARAMS = [GREEDY, SAMPLED, PENALISED, GREEDY]
@@ -49,56 +48,27 @@ def native():
     require_native()
 
 
-def streamed(directory: Path, memory: int, family: str = "llama", **options: Any) -> LLM:
-    return make_llm(
-        model_path=tiny_model(family).path,
-        backend="native",
-        weights_dir=str(directory),
-        weights_memory_bytes=memory,
-        **options,
-    )
-
-
-def least_bytes(directory: Path, family: str = "llama", **options: Any) -> int:
-    """Returns the least memory with which a family runs, as its refusal says."""
-    with pytest.raises(
-        ConfigError, match=r"two layers .*weights that always stay in memory"
-    ) as caught:
-        streamed(directory, 1, family, **options)
-    found = re.search(r"set weights_memory_bytes to (\d+) or more", str(caught.value))
-    assert found is not None
-    return int(found[1])
-
-
-def results(llm: LLM) -> list[Any]:
-    """Returns the results of each prompt alone, then of all in company."""
-    alone = [
-        llm.generate([prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)
-    ]
-    return [fingerprint(output) for output in (*alone, *llm.generate(PROMPTS, PARAMS))]
-
-
 @pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streamed_weights_give_the_resident_engines_bits(family, directory):
     with make_llm(model_path=tiny_model(family).path, backend="native") as llm:
-        expected = results(llm)
+        expected = results(llm, PROMPTS, PARAMS)
     least = least_bytes(directory, family)
     for options in ({}, {"weights_schedule": "layers"}, {"threads": 2}):
         with streamed(directory, least, family, **options) as llm:
-            assert results(llm) == expected
+            assert results(llm, PROMPTS, PARAMS) == expected
     with streamed(directory, 1 << 40, family) as llm:
-        assert results(llm) == expected
+        assert results(llm, PROMPTS, PARAMS) == expected
 
 
 @pytest.mark.parametrize("precision", [{"quantization": "int8"}, {"dtype": "bfloat16"}])
 def test_packed_weights_stream_alike(precision, directory):
     options = precision | {"max_num_batched_tokens": 200}
     with make_llm(model_path=tiny_model("llama").path, backend="native", **options) as llm:
-        expected = results(llm)
+        expected = results(llm, PROMPTS, PARAMS)
     least = least_bytes(directory, **options)
     with streamed(directory, least + 8192, **options) as llm:
-        assert results(llm) == expected
+        assert results(llm, PROMPTS, PARAMS) == expected
 
 
 def test_the_file_is_packed_once_and_bound_to_the_weights(directory):
@@ -116,7 +86,7 @@ def test_no_start_trusts_half_a_file(directory):
     """Leftovers of a killed process and damaged files are written again."""
     least = least_bytes(directory)
     with streamed(directory, least) as llm:
-        expected = results(llm)
+        expected = results(llm, PROMPTS, PARAMS)
     (path,) = directory.glob("*.weights")
     whole = path.read_bytes()
     path.unlink()
@@ -125,7 +95,7 @@ def test_no_start_trusts_half_a_file(directory):
         if damaged is not None:
             path.write_bytes(damaged)
         with streamed(directory, least) as llm:
-            assert results(llm) == expected
+            assert results(llm, PROMPTS, PARAMS) == expected
         assert path.read_bytes() == whole
         assert not path.with_suffix(".partial").exists()
 
@@ -172,7 +142,7 @@ def test_what_a_killed_start_has_left_is_no_reason_to_refuse_the_next(directory,
 
 def test_a_read_error_fails_the_steps_requests_and_no_later_ones(directory):
     with streamed(directory, least_bytes(directory)) as llm:
-        expected = results(llm)
+        expected = results(llm, PROMPTS, PARAMS)
         (path,) = directory.glob("*.weights")
         (number,) = (
             int(link.name)
@@ -190,16 +160,16 @@ def test_a_read_error_fails_the_steps_requests_and_no_later_ones(directory):
             for each in (kept, reader, writer):
                 os.close(each)
         llm.generate([PROMPTS[0]], GREEDY)  # what was met while reading ahead is this step's
-        assert results(llm) == expected
+        assert results(llm, PROMPTS, PARAMS) == expected
 
 
 def test_a_file_that_becomes_shorter_ends_the_engine(directory):
     with streamed(directory, least_bytes(directory)) as llm:
-        results(llm)
+        results(llm, PROMPTS, PARAMS)
         (path,) = directory.glob("*.weights")
         os.truncate(path, 4096)
         with pytest.raises(EngineDead, match=r"the file of weights ends too early: .*at byte \d+"):
-            results(llm)
+            results(llm, PROMPTS, PARAMS)
 
 
 def test_a_start_that_cannot_read_the_file_says_so(directory, monkeypatch):

@@ -12,8 +12,10 @@ from octavo.worker.numa_model import Layout, NumaMachine, StepWork, estimate, su
 if TYPE_CHECKING:
     from octavo.wiring.plan import ModelPlan
 
-EXCHANGES_PER_LAYER = 2
-"""Tensor-parallel ranks add up their results after attention and after the MLP."""
+EXCHANGES_PER_LAYER = 4
+"""Tensor-parallel ranks gather the inputs and the outputs of two matmuls: after attention, and the
+last one of the MLP.
+"""
 
 NUM_REQUESTS = 32
 """Number of typical requests for whose KV cache a node must have room."""

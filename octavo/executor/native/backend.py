@@ -31,7 +31,11 @@ from octavo.executor.native.footprint import native_footprint
 from octavo.executor.native.formats import PRODUCTS
 from octavo.executor.native.hidden import with_hidden
 from octavo.executor.native.lower import Lowering
-from octavo.executor.native.native_hooks import NativeHooks, WeightRecords
+from octavo.executor.native.native_hooks import (
+    ExtensionRecords,
+    NativeHooks,
+    WeightRecords,
+)
 from octavo.executor.native.native_program import MANY_ROWS, NativeProgram, fatal_as_engine_dead
 from octavo.executor.native.offload import OffloadedProgram, StreamedWeights, offload
 from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
@@ -229,7 +233,7 @@ class NativeBackend(Backend):
             ranks=self._ranks,
         )
 
-    def _records(self, optimized: Program) -> WeightRecords | None:
+    def _records(self, optimized: Program) -> ExtensionRecords | None:
         """Returns the weights of a Program that are stored in an extension's records."""
         return get_first(hooks.records(optimized) for hooks in self._hooks)
 
@@ -237,10 +241,16 @@ class NativeBackend(Backend):
         self, optimized: Program, sizes: Mapping[Weight, int]
     ) -> WeightRecords | None:
         """Returns the weights that are stored in records of the file of streamed weights."""
-        off_device = self.options.offload
-        if off_device is not None and off_device.schedule == "experts":
-            return ExpertRecords(optimized, sizes, off_device.memory_bytes)
-        return self._records(optimized)
+        off_device, of_extension = self.options.offload, self._records(optimized)
+        if off_device is None or off_device.schedule != "experts":
+            return of_extension
+        if of_extension is not None:
+            raise ConfigError(
+                "weights_schedule: got experts with options that compute some layers neuron by"
+                " neuron, expected one of them",
+                hint="use weights_schedule pinned",
+            )
+        return ExpertRecords(optimized, sizes, off_device.memory_bytes)
 
     def footprint(self, program: Program, format_of: FormatOf) -> Footprint:
         native = native_footprint(self._optimize(program), format_of, self.options.max_tokens)

@@ -79,9 +79,8 @@ class OpenedExperts:
             experts_prefetched_used=cache.num_prefetched_used,
         )
 
-    def lowering(self, context: LoweringContext) -> Any:
-        """Returns a lowering without methods: the tiles of the experts refer to the records."""
-        return object()
+    def lowering(self, context: LoweringContext) -> None:
+        """The tiles of the experts refer to the records, so no op has a lowering of its own."""
 
 
 class ExpertRecords:
@@ -149,11 +148,6 @@ class ExpertRecords:
                     handles += [handle] * layer.num_experts
                 into.adopt(op, handles)
         return OpenedExperts(cache)
-
-    def open_in_memory(
-        self, device: Any, load: LoadWeight, dtype: str, into: NativeWeights
-    ) -> OpenedExperts:
-        raise NotImplementedError("experts in memory need no records")
 
 
 def _expert_layers(program: Program, sizes: Mapping[Weight, int]) -> tuple[ExpertLayer, ...]:

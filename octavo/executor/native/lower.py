@@ -68,9 +68,9 @@ class Lowering:
         self._next_attentions = {
             at: op for each in hooks for at, op in each.next_attentions(program.ops).items()
         }
-        parts = () if records is None else (records.lowering(context),)
+        of_records = None if records is None else records.lowering(context)
         self._experts = ExpertLowering(context)
-        self._parts = (self, RowLowering(context), self._experts, *parts)
+        self._parts = (self, RowLowering(context), self._experts, of_records)
         self._converted: set[Value] = set()
         """Values whose producer writes them in the form that their only reader, a matmul,
         expects.

@@ -34,13 +34,13 @@ class OpenedRecords(Protocol):
 
     def lowering(self, context: LoweringContext) -> Any:
         """Returns the lowering of the ops that read the records, with a method `lower_KIND`
-        per op.
+        per op; None if there are no such ops.
         """
         ...
 
 
 class WeightRecords(Protocol):
-    """Weights that an extension's ops read from records, of which a step may read only parts."""
+    """Weights that ops read from records, of which a step may read only parts."""
 
     weights: frozenset[Weight]
     """Weights stored only in records."""
@@ -67,6 +67,10 @@ class WeightRecords(Protocol):
         """Opens the records of each layer in the file; adds their tiles to `into`."""
         ...
 
+
+class ExtensionRecords(WeightRecords, Protocol):
+    """Records of an extension, which may also be in memory."""
+
     def open_in_memory(
         self, device: Any, load: LoadWeight, dtype: str, into: NativeWeights
     ) -> OpenedRecords:
@@ -87,7 +91,7 @@ class NativeHooks:
     def check(self, program: Program, formats: Mapping[Weight, TileFormat], device: Any) -> None:
         """Raises an error if the kernels cannot run the optimized Program."""
 
-    def records(self, program: Program) -> WeightRecords | None:
+    def records(self, program: Program) -> ExtensionRecords | None:
         """Returns the weights of the optimized Program that are stored in records; None if there
         are none.
         """
