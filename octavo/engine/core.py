@@ -140,7 +140,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         if self._is_held:
-            return bool(self._early)
+            return bool(self._early) or self.scheduler.has_outputs
         return (
             bool(self._in_flight)
             or self._decode is not None
@@ -169,27 +169,23 @@ class EngineCore:
         if not self.has_work:
             self._moved = None
         self.scheduler.add(request)
-        self._collect_if_held()
 
     def abort(self, request_id: str) -> None:
         self._end_decode()
         self._record(RequestAborted(request_id))
         self.scheduler.end(request_id, Finish("abort"))
-        self._collect_if_held()
 
     def fail(self, request_id: str, error: str) -> None:
         """Ends a request with finish_reason "error"."""
         self._end_decode()
         self._record(RequestFailed(request_id, error))
         self.scheduler.end(request_id, Finish("error", error=error))
-        self._collect_if_held()
 
     def change(self, change: RequestChange) -> None:
         """Changes the params and priority of an unfinished request."""
         self._end_decode()
         self._record(RequestChanged(change))
         self.scheduler.change(change)
-        self._collect_if_held()
 
     def hold(self, *, holds: bool) -> None:
         """Finishes the steps in flight and computes no others, or continues. A core that is held
@@ -198,12 +194,6 @@ class EngineCore:
         self.settle()
         self._is_held = holds
         self._moved = None
-        self._collect_if_held()
-
-    def _collect_if_held(self) -> None:
-        """Collects the final outputs of requests that have ended, which no step returns now."""
-        if self._is_held:
-            self._early += self.scheduler.pop_outputs()
 
     def watch(self, period_s: float) -> None:
         """Adds a view to the outputs every `period_s` seconds while steps run, and to the outputs
@@ -234,14 +224,16 @@ class EngineCore:
         """Returns the seconds for which steps will do nothing unless a request is added or ends;
         None if there is no work at all.
         """
+        if self._is_held:
+            return 0.0 if self.has_work else None
         if (
             self._decode is not None
             or self._in_flight
             or self._early
-            or (self.scheduler.blocks.events and not self._is_held)
+            or self.scheduler.blocks.events
         ):
             return 0.0
-        if self._is_held or not (self.scheduler.has_work or self._holds_memory):
+        if not (self.scheduler.has_work or self._holds_memory):
             return None
         return self.scheduler.pause_s(self._clock())
 
@@ -253,7 +245,7 @@ class EngineCore:
         """
         outputs, self._early = self._early, []
         if self._is_held:
-            return self._outputs(outputs)
+            return self._outputs(outputs + self.scheduler.pop_outputs())
         step = None if self._decode is None else self._next_decode_step(self._decode)
         if step is None:
             if not self._in_flight or self._may_plan():

@@ -290,11 +290,11 @@ class Runnable(ABC):
         return None
 
     @property
-    def num_late_compilations(self) -> int:
+    def num_late_compilations(self) -> int | None:
         """Kernels that this process compiled during steps, after the warm-up; each delays a
-        step.
+        step. None if kernels are not compiled at run time.
         """
-        return 0
+        return None
 
     @property
     def kv_writes(self) -> Sequence[tuple[int, int]] | None:

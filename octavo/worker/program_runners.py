@@ -30,6 +30,8 @@ class ProgramRunners:
             runnable for runnable in self.runnables if runnable.arrivals is not None
         ]
         """Programs that read weights from files while they compute."""
+        self.compiles = any(each.num_late_compilations is not None for each in self.runnables)
+        """Whether kernels are compiled at run time."""
 
     def get_arrivals(self) -> WeightArrivals:
         """Returns the weights read from files so far."""
@@ -41,7 +43,7 @@ class ProgramRunners:
     @property
     def num_late_compilations(self) -> int:
         """Kernels that this process compiled during steps."""
-        return max(runnable.num_late_compilations for runnable in self.runnables)
+        return max(runnable.num_late_compilations or 0 for runnable in self.runnables)
 
     def prepare_inputs(
         self, scheduled: Sequence[ScheduledRequest], num_steps: int = 1

@@ -266,7 +266,7 @@ class Worker:
             result.weights = self._runners.get_arrivals()
         if self._kv_counters is not None:
             result.counters = dict(self._kv_counters())
-        if late := self._runners.num_late_compilations:
+        if self._runners.compiles and (late := self._runners.num_late_compilations):
             result.counters = (result.counters or {}) | {LATE_COMPILATIONS: late}
         return result
 

@@ -214,7 +214,7 @@ class Scheduler:
         """Updates the requests of the oldest step in flight; returns their outputs, after the final
         outputs of requests that ended between steps.
         """
-        outputs = self.pop_outputs()
+        outputs, self._outputs = self._outputs, []
         step = self.in_flight.pop(plan.num_steps)
         step.count(result, self._stats, self.times)
         if step.is_first:
@@ -250,8 +250,13 @@ class Scheduler:
             self._free_leaving()
         return outputs
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether requests have ended since the last step."""
+        return bool(self._outputs)
+
     def pop_outputs(self) -> list[EngineOutput]:
-        """Returns the final outputs of requests that ended between steps."""
+        """Returns the final outputs of requests that ended since the last step."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
