@@ -71,6 +71,9 @@ def sampling_records(count: int, **fields: ArrayLike) -> NDArray[np.void]:
     return records
 
 
+NO_IDS = np.zeros(0, np.int32)
+NO_VALUES = np.zeros(0, np.float32)
+
 Bits = NDArray[np.uint32]
 """One bit per token, lowest first."""
 
@@ -131,6 +134,21 @@ class SamplingBatch:
     """Rows whose history lacks the last sampled token because only the device knows it
     (`StepBatch.last_tokens`); the device adds it to the counts. `[S]`; None: no row.
     """
+
+    @staticmethod
+    def of(records: NDArray[np.void], vocab_size: int) -> SamplingBatch:
+        """Returns a batch whose `records [S]` have no history, bias or masks."""
+        starts = np.zeros(len(records) + 1, np.int32)
+        return SamplingBatch(
+            records=records,
+            history_starts=starts,
+            history_ids=NO_IDS,
+            history_counts=NO_IDS,
+            bias_starts=starts,
+            bias_ids=NO_IDS,
+            bias_values=NO_VALUES,
+            allowed_masks=np.zeros((0, mask_words(vocab_size)), np.uint32),
+        )
 
     def __len__(self) -> int:
         return len(self.records)
@@ -287,16 +305,15 @@ class StepBatch:
 
 def empty_batch(num_groups: int, num_axes: int, hidden_width: int | None) -> StepBatch:
     """Returns a step without rows. `hidden_width`: width of the input "hidden", if any."""
-    none = np.zeros(0, np.int32)
     return StepBatch(
-        token_ids=none,
-        key_indices=none,
+        token_ids=NO_IDS,
+        key_indices=NO_IDS,
         positions=np.zeros((num_axes, 0), np.int32),
         query_starts=np.zeros(1, np.int32),
         context_lens=np.zeros((num_groups, 0), np.int32),
         slots=np.zeros((num_groups, 0), np.int32),
         block_tables=np.zeros((num_groups, 0, 0), np.int32),
-        sample_rows=none,
+        sample_rows=NO_IDS,
         hidden=None if hidden_width is None else np.zeros((0, hidden_width), np.float32),
     )
 

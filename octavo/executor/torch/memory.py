@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from octavo.executor.base import BackendOptions, DeviceMemory
-from octavo.executor.batch import SamplingBatch, StepBatch, mask_words, sampling_records
+from octavo.executor.batch import SamplingBatch, StepBatch, sampling_records
 from octavo.executor.kv import BLOCK_SIZE
 
 
@@ -52,24 +52,15 @@ def count_written_blocks(batch: StepBatch) -> int:
 
 def _make_max_sampling(count: int, vocab_size: int) -> SamplingBatch:
     """Returns sampling settings that use the most memory: top_k, top_p and logprobs."""
-    none, starts = np.zeros(0, np.int32), np.zeros(count + 1, np.int32)
-    return SamplingBatch(
-        records=sampling_records(
-            count,
-            seed=np.arange(count),
-            temperature=1.0,
-            top_k=50,
-            top_p=0.9,
-            num_logprobs=min(5, vocab_size),
-        ),
-        history_starts=starts,
-        history_ids=none,
-        history_counts=none,
-        bias_starts=starts,
-        bias_ids=none,
-        bias_values=np.zeros(0, np.float32),
-        allowed_masks=np.zeros((0, mask_words(vocab_size)), np.uint32),
+    records = sampling_records(
+        count,
+        seed=np.arange(count),
+        temperature=1.0,
+        top_k=50,
+        top_p=0.9,
+        num_logprobs=min(5, vocab_size),
     )
+    return SamplingBatch.of(records, vocab_size)
 
 
 class CudaMemory:

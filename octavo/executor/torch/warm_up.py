@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from octavo.executor.base import BackendOptions
-from octavo.executor.batch import SamplingBatch, StepBatch, mask_words, sampling_records
+from octavo.executor.batch import SamplingBatch, StepBatch, sampling_records
 from octavo.executor.kv import BLOCK_SIZE, SPLIT_KEYS
 
-PLAIN_AND_PACKED_ROWS = (1, 9, 70)
+NUM_ROWS = (1, 9, 70)
 """Rows of steps for each way to multiply: a tile of 8 rows, tiles of 16, and more rows than tiles
 take.
 """
@@ -29,7 +29,7 @@ def warm_up_steps(
     With a `vocab_size` a step is also sampled greedily, and with and without cut-offs.
     """
     shared = min(options.max_context, 2 * SPLIT_KEYS + 1)
-    for most_rows in PLAIN_AND_PACKED_ROWS:
+    for most_rows in NUM_ROWS:
         num = max(1, min(most_rows, options.max_requests, options.max_tokens))
         for requests in (
             [(1, 1)] * num,
@@ -66,17 +66,6 @@ def _step(requests: list[tuple[int, int]], num_groups: int, num_axes: int) -> St
 
 
 def _sampled(batch: StepBatch, vocab_size: int) -> Iterator[StepBatch]:
-    count = len(batch.sample_rows)
-    none, starts = np.zeros(0, np.int32), np.zeros(count + 1, np.int32)
     for fields in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2, "top_p": 0.5}):
-        sampling = SamplingBatch(
-            records=sampling_records(count, **fields),
-            history_starts=starts,
-            history_ids=none,
-            history_counts=none,
-            bias_starts=starts,
-            bias_ids=none,
-            bias_values=np.zeros(0, np.float32),
-            allowed_masks=np.zeros((0, mask_words(vocab_size)), np.uint32),
-        )
-        yield dataclasses.replace(batch, sampling=sampling)
+        records = sampling_records(len(batch.sample_rows), **fields)
+        yield dataclasses.replace(batch, sampling=SamplingBatch.of(records, vocab_size))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.executor.batch import SampleResult, SamplingBatch, mask_words
+from octavo.executor.batch import SampleResult, SamplingBatch
 from octavo.executor.noise import gumbel, noise_words_for
 from octavo.worker.sampling.sampling_states import SamplingStates
 
@@ -74,18 +74,7 @@ class DraftSampling:
             )
         if self.ids.offsets is not None:
             records["temperature"] = 0
-        no_entries = np.zeros(len(records) + 1, np.int32)
-        no_ids, no_values = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return SamplingBatch(
-            records=records,
-            history_starts=no_entries,
-            history_ids=no_ids,
-            history_counts=no_ids,
-            bias_starts=no_entries,
-            bias_ids=no_ids,
-            bias_values=no_values,
-            allowed_masks=np.zeros((0, mask_words(self.ids.num_outputs)), np.uint32),
-        )
+        return SamplingBatch.of(records, self.ids.num_outputs)
 
     def get_draft_ids(self, samples: SampleResult, entry: int) -> list[int]:
         """Returns an entry's draft tokens as target model ids: the sampled one, then the next best

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from octavo.api.sampling_params import OPTIONS, SamplingParams
 from octavo.engine.protocol.step import NewRequest
 from octavo.executor.batch import (
+    NO_IDS,
+    NO_VALUES,
     Bits,
     SamplingBatch,
     make_record,
-    mask_words,
     packed_masks,
     sampling_records,
 )
@@ -31,9 +32,6 @@ from octavo.worker.sampling.logits_state import ANY_TOKEN, LogitsState
 from octavo.worker.sampling.sample_verifier import SampleContexts, SampleToVerify, SampleVerifier
 from octavo.worker.sampling.sequential_sampling import MirostatRule, SequentialSampling
 from octavo.worker.sampling.token_counts import TokenCounts
-
-NO_IDS = np.zeros(0, np.int32)
-NO_VALUES = np.zeros(0, np.float32)
 
 get_record_options = operator.attrgetter(*OPTIONS.record)
 """Returns the options of SamplingParams that are in the sampling record."""
@@ -65,7 +63,6 @@ class SamplingStates:
         self.logprob_token_ids: dict[int, NDArray[np.int32]] = {}
         """Further tokens whose logprobs samples report, by row."""
         self._all_tokens = packed_masks(np.ones((1, vocab_size), np.bool_))[0]
-        self._no_masks = np.zeros((0, mask_words(vocab_size)), np.uint32)
         self._masks: WeakValueDictionary[tuple[int, ...], Bits] = WeakValueDictionary()
 
     def add(self, row: int, new: NewRequest) -> None:
@@ -251,17 +248,7 @@ class SamplingStates:
         """
         records = self._records[rows]
         records["position"] = ends
-        starts = np.zeros(len(rows) + 1, np.int32)
-        batch = SamplingBatch(
-            records=records,
-            history_starts=starts,
-            history_ids=NO_IDS,
-            history_counts=NO_IDS,
-            bias_starts=starts,
-            bias_ids=NO_IDS,
-            bias_values=NO_VALUES,
-            allowed_masks=self._no_masks,
-        )
+        batch = SamplingBatch.of(records, self._vocab_size)
         if self.logits_states:
             self._add_logits_states(batch, rows.tolist(), token_ids, ends.tolist(), verifier)
         if verifier is not None:

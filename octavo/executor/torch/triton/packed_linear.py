@@ -190,9 +190,9 @@ def gains(x: Tensor, product: Product) -> bool:
     return len(x) <= MOST_ROWS and not any(part.is_plain for part in product.parts)
 
 
-def get_tile_rows(num_rows: int, *, is_fixed: bool = False) -> int:
-    """Returns the rows per tile. Results should not depend on it; `is_fixed` does without that."""
-    return FEWEST_ROWS if num_rows <= FEWEST_ROWS and not is_fixed else TILE_ROWS
+def get_tile_rows(num_rows: int) -> int:
+    """Returns the rows per tile. Results should not depend on it."""
+    return FEWEST_ROWS if num_rows <= FEWEST_ROWS else TILE_ROWS
 
 
 @triton.jit(do_not_specialize=["num_rows", "out_stride", "tiles_of_a_split", "num_tiles"])
