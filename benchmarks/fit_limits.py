@@ -37,12 +37,9 @@ class Server:
     """`octavo serve` in a group; `lines` are what it has printed."""
 
     def __init__(self, group: MemoryGroup, model: str) -> None:
-        script = 'echo $$ > "$0" && exec "$@"'
         serve = [sys.executable, "-m", "octavo.cli.main", "serve", model, "--port=0"]
         self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            ["sh", "-c", script, str(group.procs), *serve], stderr=subprocess.PIPE, text=True
-        )
+        self.process = subprocess.Popen(group.join(serve), stderr=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:

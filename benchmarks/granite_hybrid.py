@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
-from moe_2b import WIDTH, file_argument, finish, q4_0, write_vocabulary
+from moe_2b import WIDTH, file_parser, finish, q4_0, write_vocabulary
 
 
 @dataclass(frozen=True)
@@ -116,4 +116,4 @@ def write(path: Path, shape: HybridShape) -> None:
 
 
 if __name__ == "__main__":
-    write(file_argument(__doc__), HybridShape())
+    write(file_parser(__doc__).parse_args().file, HybridShape())

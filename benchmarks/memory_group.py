@@ -52,10 +52,10 @@ class MemoryGroup:
         if limit_bytes is not None:
             (self._path / limit).write_text(str(limit_bytes))
 
-    @property
-    def procs(self) -> Path:
-        """The file to which a process writes its id to join the group."""
-        return self._path / "cgroup.procs"
+    def join(self, command: Sequence[str]) -> list[str]:
+        """Returns a command that joins the group, then becomes `command`."""
+        script = 'echo $$ > "$0" && exec "$@"'
+        return ["sh", "-c", script, str(self._path / "cgroup.procs"), *command]
 
     @property
     def peak_bytes(self) -> int:
@@ -73,10 +73,9 @@ class MemoryGroup:
 
     def run(self, command: Sequence[str], timeout_s: float) -> Ended:
         """Runs a command to its end, in the group."""
-        script = 'echo $$ > "$0" && exec "$@"'
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock
         done = subprocess.run(
-            ["sh", "-c", script, str(self.procs), *command],
+            self.join(command),
             check=False,
             capture_output=True,
             text=True,

@@ -135,21 +135,17 @@ def finish(writer: GGUFWriter) -> None:
     writer.close()
 
 
-def file_argument(description: str | None) -> Path:
-    """Returns the file that the command line names, the only argument of such a script."""
+def file_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of a command line that names the file to write."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path)
-    file: Path = parser.parse_args().file
-    return file
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", type=Path)
+    parser = file_parser(__doc__)
     parser.add_argument("--skew", type=float, default=0.0)
     args = parser.parse_args()
     write(args.file, Shape(), args.skew)
