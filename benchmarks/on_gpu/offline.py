@@ -10,7 +10,7 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.on_gpu.engine import engine_options, loads_of
+from benchmarks.on_gpu.engine import engine_options, generate, loads_of
 from benchmarks.on_gpu.report import compared
 from benchmarks.on_gpu.settings import ROOT, Emit, Settings, attempt
 from benchmarks.on_gpu.shapes import model_of, shape_of
 from benchmarks.on_gpu.watch import Watch, program_of
-from octavo import LLM, SamplingParams
+from octavo import LLM
 from octavo.executor.torch.compilations import COMPILATIONS
 
 MOST_GAPS = 10
@@ -94,7 +94,7 @@ def gaps(path: Path, settings: Settings, emit: Emit) -> None:
 def drafts(path: Path, settings: Settings, emit: Emit) -> None:
     """Measures streams that repeat themselves, which n-grams of their own text continue."""
     options = {"spec_method": "ngram", "async_scheduling": "auto"}
-    _with_and_without(path, settings, emit, "drafts of n-grams", options, lambda _: {})
+    _with_and_without(path, settings, emit, "drafts of n-grams", options, {})
 
 
 def one_adapter(path: Path, settings: Settings, emit: Emit) -> None:
@@ -111,7 +111,7 @@ def one_adapter(path: Path, settings: Settings, emit: Emit) -> None:
             emit,
             "one adapter",
             {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16},
-            lambda streams: {"lora_request": adapter},
+            {"lora_request": adapter},
         )
 
 
@@ -121,20 +121,17 @@ def _with_and_without(
     emit: Emit,
     name: str,
     extra: dict[str, Any],
-    of_requests: Callable[[int], dict[str, Any]],
+    request_options: dict[str, Any],
 ) -> None:
     """Compares tokens per second with an option and without, and counts late compilations."""
     usual = dict(engine_options(settings, loads_of(settings)))
     _, prompt, output = loads_of(settings).offered
     found: dict[str, list[float]] = {}
-    for kind, options, wanted in (
-        ("without", usual, lambda _: {}),
-        ("with", usual | extra, of_requests),
-    ):
+    for kind, options, wanted in (("without", usual, {}), ("with", usual | extra, request_options)):
         with LLM(model=str(path), **options) as llm:
             for streams in STREAMS[: 1 if settings.tiny else None]:
-                _seconds(llm, streams, prompt, 4, **wanted(streams))
-                taken = _seconds(llm, streams, prompt, output, **wanted(streams))
+                _seconds(llm, streams, prompt, 4, **wanted)
+                taken = _seconds(llm, streams, prompt, output, **wanted)
                 found.setdefault(kind, []).append(streams * output / taken)
     for streams, mine, theirs in zip(STREAMS, found["with"], found["without"], strict=False):
         emit(compared(f"tokens/s, {name} against none", f"{streams} streams", mine, theirs))
@@ -147,9 +144,6 @@ def _seconds(llm: LLM, streams: int, prompt: int, output: int, **more: Any) -> f
         {"prompt_token_ids": [10 + (at + stream) % 7 for at in range(prompt)]}
         for stream in range(streams)
     ]
-    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     began = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False, **more)
-    if faults := [one.error for one in outputs if one.error is not None]:
-        raise RuntimeError(f"{len(faults)} of {len(outputs)} requests failed: {faults[0]}")
+    generate(llm, prompts, output, **more)
     return time.perf_counter() - began

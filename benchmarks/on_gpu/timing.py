@@ -7,11 +7,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Run = Callable[[], object]
+Made = TypeVar("Made")
+
+CACHE_BYTES = 256 << 20
+"""Bytes that no GPU's cache holds."""
 
 
 class Mark:
@@ -40,6 +44,15 @@ def seconds(run: Run, device: torch.device, *, rounds: int = 10) -> float:
         run()
         found.append(began.until(Mark(device)))
     return statistics.median(found)
+
+
+def distinct(
+    make: Callable[[int], Made], num_bytes: Callable[[Made], int], *, most: int, tiny: bool
+) -> list[Made]:
+    """Makes as many as a cache does not hold, from 2 to `most`."""
+    first = make(0)
+    count = 2 if tiny else max(2, min(most, CACHE_BYTES // num_bytes(first) + 1))
+    return [first, *map(make, range(1, count))]
 
 
 def seconds_each(runs: Sequence[Run], device: torch.device, *, rounds: int = 10) -> float:
