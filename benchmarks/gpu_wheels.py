@@ -16,7 +16,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -126,12 +126,17 @@ def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
+def conversations(prompts: Iterable[str]) -> list[list[dict[str, str]]]:
+    """Returns a conversation for each prompt: without a chat template many end at once."""
+    return [[{"role": "user", "content": prompt}] for prompt in prompts]
+
+
 def write_texts() -> None:
     from octavo import LLM, SamplingParams
 
     with LLM(model="smollm2", backend="native") as llm:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-        outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+        outputs = llm.chat(conversations(PROMPTS), params, use_tqdm=False)
     texts = [
         {
             "prompt": prompt,

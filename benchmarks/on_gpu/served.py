@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.gpu_wheels import FOLDER, MODEL, PACKAGES, PART, TEXTS
+from benchmarks.gpu_wheels import FOLDER, MODEL, PACKAGES, PART, TEXTS, conversations
 from benchmarks.on_gpu.engine import engine_options, loads_of
 from benchmarks.on_gpu.report import checked
 from benchmarks.on_gpu.settings import ROOT, Emit, Settings, attempt, python_path
@@ -89,7 +89,8 @@ def smollm2(settings: Settings, emit: Emit) -> None:
         engine = LLM(model=str(file), backend="torch", device=settings.device, max_num_seqs=8)
         with engine as llm:
             params = SamplingParams(temperature=0, max_tokens=wanted["max_tokens"])
-            outputs = llm.generate([one["prompt"] for one in wanted["texts"]], params)
+            prompts = [one["prompt"] for one in wanted["texts"]]
+            outputs = llm.chat(conversations(prompts), params, use_tqdm=False)
     for one, found in zip(wanted["texts"], outputs, strict=True):
         text = found.outputs[0].text
         pairs = enumerate(zip(text, one["text"], strict=False))
