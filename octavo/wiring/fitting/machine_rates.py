@@ -15,6 +15,7 @@ from typing import Any
 
 from octavo.config.paths import cache_dir, expand_path
 from octavo.executor.base import Ceilings
+from octavo.utils.json_cache import read_cache, write_cache
 from octavo.wiring.backend import build_backend
 from octavo.wiring.plan import ModelPlan
 from octavo.worker.machine import Machine
@@ -34,7 +35,7 @@ def get_ceilings(plan: ModelPlan, path: Path | None = None) -> Ceilings:
     parts: list[Any] = [Machine().cpu_name(), backend.threads, backend.cpu_level]
     parts += [plan.footprint.code, sorted(kinds), repr(plan.footprint.row_attention)]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    known = _read(path)
+    known = read_cache(path)
     if not isinstance(known.get(key), dict):
         measured = _measure(plan)
         named = {repr(kind): rate for kind, rate in measured.row_rates.items()}
@@ -45,7 +46,7 @@ def get_ceilings(plan: ModelPlan, path: Path | None = None) -> Ceilings:
             "kv_rate": measured.kv_rate,
             "stage_seconds": measured.stage_seconds,
         }
-        _write(path, known)
+        _store(path, known)
     values = dict(known[key])
     named = values.pop("row_rates")
     rates: dict[Hashable, float] = {kinds[kind]: named[kind] for kind in named if kind in kinds}
@@ -61,13 +62,13 @@ def get_disk_rate(directory: Path, path: Path | None = None) -> float | None:
     path = path or cache_dir() / FILE
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = f"disk {directory.stat().st_dev}"
-    known = _read(path)
+    known = read_cache(path)
     if not isinstance(known.get(key), float):
         measured = measure_disk(directory)
         if measured is None:
             return None
         known[key] = measured.in_order
-        _write(path, known)
+        _store(path, known)
     rate: float = known[key]
     return rate
 
@@ -93,19 +94,8 @@ def _measure(plan: ModelPlan) -> Ceilings:
         backend.close()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Reads the cached rates; {} if there are none or they cannot be read."""
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _write(path: Path, known: dict[str, Any]) -> None:
-    """Writes the rates; without space or permission, they are measured again next time."""
+def _store(path: Path, known: dict[str, Any]) -> None:
+    """Caches the rates; without space or permission, they are measured again next time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(known))
-        temporary.replace(path)
+        write_cache(path, known)

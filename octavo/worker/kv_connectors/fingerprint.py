@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from octavo.utils.json_cache import read_cache, write_cache
 
 DIGESTS = "weights.json"
 
@@ -23,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 def fingerprint(parts: Mapping[str, Any], weight_files: Sequence[Path], *, cache: Path) -> bytes:
     """Returns 32 bytes for these parts and files. `cache`: directory of the cached file hashes."""
-    known = _read(cache / DIGESTS)
+    known = read_cache(cache / DIGESTS)
     with ThreadPoolExecutor() as pool:
         entries = list(pool.map(lambda path: _entry(path, known), weight_files))
     cached_hashes = dict(zip(map(str, weight_files), entries, strict=True))
     if any(known.get(path) != entry for path, entry in cached_hashes.items()):
-        _write(cache / DIGESTS, known | cached_hashes)
+        _store(cache / DIGESTS, known | cached_hashes)
     digests = sorted(entry["sha256"] for entry in entries)
     return hashlib.sha256(
         json.dumps({**parts, "weights": digests}, sort_keys=True, default=str).encode()
@@ -49,31 +50,13 @@ def _entry(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
         return {**state, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Reads the cached hashes; {} if there are none or they cannot be read."""
+def _store(path: Path, entries: Mapping[str, Any]) -> None:
+    """Caches the hashes. Ignores a full disk: the next start then reads the weights again."""
     try:
-        entries = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return entries if isinstance(entries, dict) else {}
-
-
-def _write(path: Path, entries: Mapping[str, Any]) -> None:
-    """Writes the hashes atomically. Several engines may write at once; the last one wins.
-
-    Ignores a full disk: the next start then reads the weights again.
-    """
-    temporary = None
-    try:
-        number, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
-        with open(number, "w") as file:
-            file.write(json.dumps(entries))
-        Path(temporary).replace(path)
+        write_cache(path, entries)
     except OSError as error:
         logger.warning(
             "%s cannot be written; the next start reads the weight files again: %s",
             path,
             error,
         )
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
