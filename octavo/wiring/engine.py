@@ -53,7 +53,6 @@ from octavo.wiring.images import make_image_reader
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
-    complete_groups,
     load_model,
     open_model,
 )
@@ -347,8 +346,7 @@ def _build_core(
         report(memory_table(memory, budget.num_bytes))
     report(budget.describe())
     groups = _block_groups(config, budget)
-    complete = complete_groups(model.program(), loaded.program)
-    off_device = build_tiers(model.checkpoint, loaded, complete, report)
+    off_device = build_tiers(model.checkpoint, loaded, model.program().groups, report)
     num_blocks = [group.num_blocks for group in groups]
     num_host_blocks = [group.num_host_blocks for group in groups]
     own = common_worker(

@@ -42,7 +42,7 @@ from octavo.program.passes.experts import check_experts, share_experts
 from octavo.program.passes.features import FEATURES
 from octavo.program.passes.shard import shard
 from octavo.program.passes.stages import stages
-from octavo.program.program import CacheGroup, Program, Weight
+from octavo.program.program import Program, Weight
 from octavo.text.ports import Grammars, Tokenizer
 from octavo.utils.progress import Report
 from octavo.utils.version import __version__
@@ -231,7 +231,7 @@ def load_model(
         footprint = add_footprints(footprint, backend.footprint(encoder, formats), "encoder")
     make_backend = partial(backend_with, config=config, ranks=None)
     footprint = with_tower(config, model.checkpoint, footprint, backend.options, make_backend)
-    _check_cache(config, backend, footprint, complete_groups(whole, own))
+    _check_cache(config, backend, footprint, whole)
     rows = make_input_batch(config, backend.options, own, grammars)
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
@@ -392,15 +392,8 @@ def _weights_key(model: Model) -> str:
     return fingerprint(parts, checkpoint.weight_files, cache=open_state_home()).hex()
 
 
-def complete_groups(whole: Program, own: Program) -> tuple[CacheGroup, ...]:
-    """Returns the cache groups of the complete model, and those of the drafts of a rank's Program,
-    which every rank stores completely.
-    """
-    return (*whole.groups, *own.groups[len(whole.groups) :])
-
-
 def _check_cache(
-    config: EngineConfig, backend: Backend, footprint: Footprint, groups: Sequence[CacheGroup]
+    config: EngineConfig, backend: Backend, footprint: Footprint, whole: Program
 ) -> None:
     """Raises ConfigError if the model or the backend does not support the KV options."""
     if config.cache.kv_layout == "virtual" and not backend.allocates_on_demand:
@@ -410,7 +403,7 @@ def _check_cache(
         )
     for hooks in model_hooks():
         hooks.check_backend(config, backend)
-    check_tiers(config, footprint.kv_layouts, groups)
+    check_tiers(config, footprint.kv_layouts, whole.groups)
 
 
 def _check_fits(

@@ -17,7 +17,6 @@ from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
-    complete_groups,
     get_rank_program,
     load_model,
     open_model,
@@ -87,6 +86,5 @@ def load_rank(setup: RankSetup, started: Callable[[], None]) -> LoadedModel:
     loaded = load_model(model, quiet, grammars, join())
     if (builder := tier_builder(model.config)) is None:
         return loaded
-    groups = complete_groups(model.program(), loaded.program)
-    connect = builder.build_on_rank(groups, setup.rank)
+    connect = builder.build_on_rank(model.program().groups, setup.rank)
     return replace(loaded, make_connector=connect)

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.executor.kv import HeadRows, KvLayout
-from octavo.program.passes.draft_groups import PREFIX as DRAFT_PREFIX
 from octavo.program.passes.splits import split_kv_heads
 from octavo.program.program import CacheGroup, Span
 
@@ -95,18 +94,11 @@ class KVHeadPartition:
         rank: int = 0,
         num_ranks: int = 1,
     ) -> KVHeadPartition:
-        """Builds the partition of a rank from its layouts and the complete model's cache groups.
-        Every rank stores the groups of drafts completely.
-        """
+        """Builds the partition of a rank from its layouts and the complete model's cache groups."""
         group_heads = []
         for layout, group in zip(layouts, groups, strict=True):
-            num_heads, rows = group.num_kv_heads, layout.head_rows
-            if group.name.startswith(DRAFT_PREFIX):
-                rows = tuple(HeadRows(row.num_rows, row.head_bytes * num_heads) for row in rows)
-                num_heads = 1
-            elif group.kind == "state":
-                num_heads = 1
-            group_heads.append(GroupHeads(num_heads, rows))
+            num_heads = 1 if group.kind == "state" else group.num_kv_heads
+            group_heads.append(GroupHeads(num_heads, layout.head_rows))
         return cls(tuple(group_heads), rank, num_ranks)
 
     def span(self, group: int) -> Span:
