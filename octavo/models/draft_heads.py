@@ -37,7 +37,7 @@ MTP_FAMILIES: Mapping[str, str] = {
     "qwen3_next": "",
 }
 """Families that define `prediction_layer`, and the config key with the number of layers; "": no
-key, the tensors tell.
+key, the checkpoint's tensors decide.
 """
 KV = "full"
 """Name of an EAGLE-3 head's KV group."""

@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 from octavo.models.decoder import PredictionLayer, Sublayer
-from octavo.models.gated_delta import MTP_LAYERS
 from octavo.models.hf_config import HfConfig
 from octavo.models.qwen2_moe import shared_experts
-from octavo.models.qwen3_5_text import build_qwen3_5, qwen3_5_prediction_layer
+from octavo.models.qwen3_5_text import build_qwen3_5, build_qwen3_5_prediction_layer
 from octavo.program.program import Program
 
 NUM_KV_HEADS = 2
@@ -18,16 +17,12 @@ NUM_KV_HEADS = 2
 def build(config: HfConfig, *, has_images: bool = False) -> dict[str, Program]:
     # Every layer has experts, and their weights are normalized.
     config.without_effect("intermediate_size")
-    mlp = _experts(config, "model.layers")
-    return build_qwen3_5(config, num_kv_heads=NUM_KV_HEADS, mlp=mlp, has_images=has_images)
+    return build_qwen3_5(config, NUM_KV_HEADS, _experts, has_images=has_images)
 
 
 def prediction_layer(config: HfConfig, *, has_images: bool = False) -> PredictionLayer:
     """Returns the multi-token-prediction layer."""
-    mlp = _experts(config, MTP_LAYERS)
-    return qwen3_5_prediction_layer(
-        config, num_kv_heads=NUM_KV_HEADS, mlp=mlp, has_images=has_images
-    )
+    return build_qwen3_5_prediction_layer(config, NUM_KV_HEADS, _experts, has_images=has_images)
 
 
 def _experts(config: HfConfig, layers: str) -> Sublayer:

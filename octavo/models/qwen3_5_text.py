@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from octavo.models.decoder import (
     DecoderShape,
     Frame,
@@ -34,28 +36,27 @@ SECTIONS = (11, 11, 10)
 NUM_KV_HEADS = 4
 """Default of num_key_value_heads."""
 
+MakeMlp = Callable[[HfConfig, str], Sublayer]
+"""Reads a family's MLP from a config; it names its modules after the given module of layers."""
+
 
 def build(config: HfConfig, *, has_images: bool = False) -> dict[str, Program]:
-    mlp = _mlp(config, "model.layers")
-    return build_qwen3_5(config, num_kv_heads=NUM_KV_HEADS, mlp=mlp, has_images=has_images)
+    return build_qwen3_5(config, NUM_KV_HEADS, _mlp, has_images=has_images)
 
 
 def prediction_layer(config: HfConfig, *, has_images: bool = False) -> PredictionLayer:
     """Returns the multi-token-prediction layer."""
-    mlp = _mlp(config, MTP_LAYERS)
-    return qwen3_5_prediction_layer(
-        config, num_kv_heads=NUM_KV_HEADS, mlp=mlp, has_images=has_images
-    )
+    return build_qwen3_5_prediction_layer(config, NUM_KV_HEADS, _mlp, has_images=has_images)
 
 
-def qwen3_5_prediction_layer(
-    config: HfConfig, *, num_kv_heads: int, mlp: Sublayer, has_images: bool
+def build_qwen3_5_prediction_layer(
+    config: HfConfig, num_kv_heads: int, make_mlp: MakeMlp, *, has_images: bool
 ) -> PredictionLayer:
     """Returns the prediction layer with the given MLP; `num_kv_heads` is the family's default."""
     config.refuse_unless("mtp_num_hidden_layers", 1)
     shape = DecoderShape.read(config, num_kv_heads=num_kv_heads, head_dim=256)
     rope = _image_rope(config, shape) if has_images else None
-    return gated_prediction_layer(config, shape, mlp, rope)
+    return gated_prediction_layer(config, shape, make_mlp(config, MTP_LAYERS), rope)
 
 
 def _mlp(config: HfConfig, layers: str) -> Sublayer:
@@ -64,7 +65,7 @@ def _mlp(config: HfConfig, layers: str) -> Sublayer:
 
 
 def build_qwen3_5(
-    config: HfConfig, *, num_kv_heads: int, mlp: Sublayer, has_images: bool = False
+    config: HfConfig, num_kv_heads: int, make_mlp: MakeMlp, *, has_images: bool
 ) -> dict[str, Program]:
     """Builds the decoder with the given MLP; `num_kv_heads` is the family's default."""
     config.refuse_unless("attn_output_gate", True)
@@ -77,6 +78,7 @@ def build_qwen3_5(
     attention = gated_attention(config, shape, plan.caches, rope)
     frame = Frame(norm=rms_norm(shape.norm_eps, offset=1.0), takes_rows=has_images)
     groups = make_cache_groups(shape, plan, mixer)
+    mlp = make_mlp(config, "model.layers")
     return build_decoder(shape, groups, plan.mix(attention, mixer), mlp, frame)
 
 
