@@ -308,7 +308,7 @@ class GgufCheckpoint:
             if source in IGNORED_TENSORS:
                 continue
             if (whole := self._family.joined_name(source)) is not None:
-                locations[whole] = self._joined_place(whole, source)
+                locations[whole] = self._locate_parts(whole, source)
                 continue
             name = self._family.name(source)
             if name is None:
@@ -324,7 +324,7 @@ class GgufCheckpoint:
                 locations[name.replace(".{}", "")] = TensorLocation(source)
         return locations
 
-    def _joined_place(self, name: str, source: str) -> TensorLocation:
+    def _locate_parts(self, name: str, source: str) -> TensorLocation:
         """Returns the location of a split tensor, given any part of it."""
         stem = _stem(source)
         parts = tuple(source.replace(stem, each) for each in self._get_join_rule(name).stems)

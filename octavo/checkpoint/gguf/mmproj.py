@@ -1,8 +1,8 @@
 """A language model and its vision tower in two .gguf files, as one Checkpoint of the family with
 images.
 
-The tower's file is the `mmproj` file of llama.cpp, of the architecture `clip`; its families are in
-`mmproj_families.py`.
+The tower's file is the `mmproj` file of llama.cpp, of the architecture `clip`. Knows no projector
+type; they are in `mmproj_families.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.checkpoint.gguf.mmproj_families import (
     PROJECTORS,
     Projector,
     TowerFile,
-    colours,
+    pixel_statistics,
 )
 from octavo.checkpoint.ports import StoredTensor
 from octavo.quant.blocks import StoredWeight
@@ -81,7 +81,7 @@ class MmprojCheckpoint(GgufCheckpoint):
         family = self._projector.families[self.config["model_type"]]
         text_type = self.config["model_type"]
         text = {"text_model_type": text_type} if self._projector.has_text_type else {}
-        processor = {**self._projector.processor(tower), **colours(tower.header)}
+        processor = {**self._projector.processor(tower), **pixel_statistics(tower.header)}
         self.config = {**self.config, **text, "model_type": family, **own}
         self.config["image_processor"] = processor
         self._tower_tensors = dict(self._read_names())
@@ -174,8 +174,7 @@ class MmprojCheckpoint(GgufCheckpoint):
             return TowerTensor((source,), shape, lambda rows: rows[order])
         restore = projector.restored.get(name)
         if restore is not None:
-            restored = restore(np.empty(shape, np.float32)).shape
-            return TowerTensor((source,), restored, restore)
+            return TowerTensor((source,), restore.shape(shape), restore.numbers)
         return TowerTensor((source,), shape)
 
 

@@ -1,8 +1,8 @@
 """Mapping from the vision towers of llama.cpp's mmproj files to Hugging Face families: config keys
 and tensor names by projector type.
 
-Source: llama.cpp's converter (`MmprojModel` and its subclasses) and `tools/mtmd/clip.cpp`
-(defaults).
+Reads headers only; `mmproj.py` reads the tensors. Source: llama.cpp's converter (`MmprojModel` and
+its subclasses) and `tools/mtmd/clip.cpp` (defaults).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from octavo.checkpoint.gguf.gguf_family import Config, Header, RowOrder, halves
+from octavo.checkpoint.gguf.gguf_family import Config, Header, Restored, RowOrder, halves
 
 QWEN_TOKENS = (8, 4096)
 """Fewest and most tokens of an image for Qwen-VL, as in llama.cpp."""
@@ -82,9 +81,7 @@ class Projector:
     whole_names: frozenset[str] = frozenset()
     """Stems whose safetensors names end without ".weight"."""
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)
-    restored: Mapping[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = field(
-        default_factory=dict
-    )
+    restored: Mapping[str, Restored] = field(default_factory=dict)
     has_text_type: bool = False
     """Whether the family's config names the language model's model_type."""
     has_frames: bool = False
@@ -147,8 +144,12 @@ GEMMA3 = Projector(
     layer_prefix="vision_tower.encoder.layers",
     whole_names=frozenset({"mm.input_projection"}),
     restored={
-        "multi_modal_projector.mm_input_projection_weight": np.transpose,
-        "multi_modal_projector.mm_soft_emb_norm.weight": lambda weight: weight - np.float32(1),
+        "multi_modal_projector.mm_input_projection_weight": Restored(
+            lambda shape: shape[::-1], np.transpose
+        ),
+        "multi_modal_projector.mm_soft_emb_norm.weight": Restored(
+            lambda shape: shape, lambda weight: weight - np.float32(1)
+        ),
     },
 )
 
@@ -209,6 +210,7 @@ def _internvl_processor(tower: TowerFile) -> Config:
     }
 
 
+# Not tested with a converted model.
 INTERNVL = Projector(
     families=dict.fromkeys(("qwen2", "qwen3", "llama"), "internvl"),
     has_text_type=True,
@@ -245,7 +247,10 @@ INTERNVL = Projector(
     layer_prefix="vision_tower.encoder.layer",
     whole_names=frozenset({"class_embd", "position_embd", "ls1", "ls2"}),
     restored={
-        f"vision_tower.embeddings.{name}": lambda rows: rows.reshape(1, -1, rows.shape[-1])
+        f"vision_tower.embeddings.{name}": Restored(
+            lambda shape: (1, math.prod(shape[:-1]), shape[-1]),
+            lambda rows: rows.reshape(1, -1, rows.shape[-1]),
+        )
         for name in ("cls_token", "position_embeddings")
     },
 )
@@ -428,7 +433,7 @@ DEEPSTACK = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 """Stems of DeepStack's mergers, "v.deepstack.LAYER.STEM", which are numbered in safetensors."""
 
 
-def colours(header: Header) -> dict[str, Any]:
+def pixel_statistics(header: Header) -> dict[str, Any]:
     """Returns the means and standard deviations of preprocessor_config.json."""
     found = {name: header.get(f"vision.{name}") for name in ("image_mean", "image_std")}
     return {
