@@ -26,7 +26,7 @@ class ModelOptions:
         "Model",
         "Read the vision tower of a GGUF file",
         details="A path, or OWNER/REPO/FILE.gguf on Hugging Face; none: load the language model"
-        " alone. See [GGUF](../guides/gguf-and-tools.md).",
+        " alone. See [images](../guides/images.md#gguf).",
         derived="beside the file",
         metavar="FILE",
     )
