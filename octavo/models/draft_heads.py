@@ -77,7 +77,7 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
         raise UnsupportedModel(
             f"spec_method: mtp requires a multi-token prediction layer; {hf.model_type} with"
             f" {key} {num_heads} has none that is supported",
-            hint=f"it is supported for {' and '.join(MTP_FAMILIES)}; use --spec-method suffix",
+            hint=f"it is supported for {', '.join(MTP_FAMILIES)}; use --spec-method suffix",
         )
     layer: PredictionLayer = import_module(f"octavo.models.{hf.model_type}").prediction_layer(hf)
     shape, name = layer.shape, layer.module

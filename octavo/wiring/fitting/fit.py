@@ -115,10 +115,11 @@ class EngineFit:
         )
         typical = min(TYPICAL_CONTEXT, demand.max_model_len)
         fit = self.kv_bytes // (capacity.request_bytes(typical) or 1) if plan.generates else 0
+        requests = "1 request" if fit == 1 else f"{fit:,} requests"
         yield OptionChoice(
             "max_num_seqs",
             f"{demand.max_num_seqs:,}",
-            f"{fit:,} requests of {typical:,} tokens fit" if fit else "the default",
+            f"room for {requests} of {typical:,} tokens" if fit else "the default",
         )
         yield OptionChoice(
             "threads", f"{config.backend.threads}", "physical cores, or the CPU quota"
