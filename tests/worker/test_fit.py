@@ -118,3 +118,18 @@ def test_rates_are_measured_once(llama, tmp_path, monkeypatch):
     assert machine_rates.get_ceilings(plan, path) == first and first.bandwidth > 0
     rate = machine_rates.get_disk_rate(Path(tmp_path), path)
     assert rate is None or machine_rates.get_disk_rate(Path(tmp_path), path) == rate
+
+
+def test_rates_are_measured_again_on_another_day(llama, tmp_path):
+    from octavo.wiring.fitting import machine_rates
+
+    plan = fitter(llama).fit(64 * GIB).plan
+    path = tmp_path / "rates.json"
+    slow = replace(machine_rates.get_ceilings(plan, path), bandwidth=1.0)
+    entries = json.loads(path.read_text())
+    (key,) = entries.keys() - {"day"}
+    entries[key]["bandwidth"] = slow.bandwidth
+    path.write_text(json.dumps(entries))
+    assert machine_rates.get_ceilings(plan, path) == slow
+    path.write_text(json.dumps({**entries, "day": "2020-01-01"}))
+    assert machine_rates.get_ceilings(plan, path).bandwidth > 1

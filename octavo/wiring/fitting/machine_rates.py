@@ -1,6 +1,7 @@
 """Measured rates of this machine, cached in a file: memory, matmuls and disk.
 
-A measurement takes a second; it is valid for the same processor, threads and kinds of matmuls.
+A measurement takes a second; it is valid for the same processor, threads and kinds of matmuls, on
+the same day: one that was taken while other programs ran is not kept.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ def get_ceilings(plan: ModelPlan, path: Path | None = None) -> Ceilings:
     parts: list[Any] = [Machine().cpu_name(), backend.threads, backend.cpu_level]
     parts += [plan.footprint.code, sorted(kinds), repr(plan.footprint.row_attention)]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    known = read_cache(path)
+    known = _read(path)
     if not isinstance(known.get(key), dict):
         measured = _measure(plan)
         named = {repr(kind): rate for kind, rate in measured.row_rates.items()}
@@ -62,7 +64,7 @@ def get_disk_rate(directory: Path, path: Path | None = None) -> float | None:
     path = path or cache_dir() / FILE
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = f"disk {directory.stat().st_dev}"
-    known = read_cache(path)
+    known = _read(path)
     if not isinstance(known.get(key), float):
         measured = measure_disk(directory)
         if measured is None:
@@ -92,6 +94,12 @@ def _measure(plan: ModelPlan) -> Ceilings:
         return backend.measure(num_bytes, plan.footprint)
     finally:
         backend.close()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Returns the rates that were measured today."""
+    known, today = read_cache(path), date.today().isoformat()
+    return known if known.get("day") == today else {"day": today}
 
 
 def _store(path: Path, known: dict[str, Any]) -> None:
