@@ -17,9 +17,9 @@ from octavo.audio.voice_activity import FRAME_S, MIN_LEVEL_DB, MIN_RANGE_DB, get
 HISTORY_S = 30.0
 """Length of the audio whose levels tell background from speech, in seconds."""
 LOUD_DB = -35.0
-"""Level that is speech as long as the levels are all alike."""
+"""Level from which audio is speech while all levels are about equal, in dB."""
 CHUNK_S = 0.1
-"""Length of the audio that is compared at once, in seconds."""
+"""Length of the audio that is processed at once, in seconds."""
 
 
 class TurnEvent(NamedTuple):
@@ -55,27 +55,23 @@ class TurnDetector:
         self._levels = np.zeros(0)
         self._rest = np.zeros(0, np.float32)
         self._num_samples = 0
-        """Number of samples that were compared."""
+        """Number of samples that were processed."""
         self._start: int | None = None
         """First sample of the turn; None between turns."""
         self._last_speech = 0
         self._earliest = 0
         """First sample that a turn may contain: the end of the turn before."""
 
-    @property
-    def is_speaking(self) -> bool:
-        return self._start is not None
-
     def add(self, samples: NDArray[np.float32]) -> list[TurnEvent]:
         """Returns the events of further samples `[N]` from -1 to 1; the last tenth of a second may
-        be compared later.
+        be processed later.
         """
         events: list[TurnEvent] = []
-        waiting = np.concatenate([self._rest, samples])
-        num_whole = len(waiting) // self._chunk * self._chunk
-        for first in range(0, num_whole, self._chunk):
-            events += self._compare(waiting[first : first + self._chunk])
-        self._rest = waiting[num_whole:]
+        pending = np.concatenate([self._rest, samples])
+        end = len(pending) // self._chunk * self._chunk
+        for first in range(0, end, self._chunk):
+            events += self._process(pending[first : first + self._chunk])
+        self._rest = pending[end:]
         return events
 
     def end_turn(self) -> int:
@@ -84,11 +80,11 @@ class TurnDetector:
         self._start, self._earliest = None, end
         return end
 
-    def _compare(self, samples: NDArray[np.float32]) -> list[TurnEvent]:
+    def _process(self, samples: NDArray[np.float32]) -> list[TurnEvent]:
         levels = get_levels(samples, self._rate)
         num_kept = round(HISTORY_S / FRAME_S)
         self._levels = np.concatenate([self._levels, levels])[-num_kept:]
-        speaking = np.flatnonzero(levels >= self._least_level())
+        speaking = np.flatnonzero(levels >= self._get_threshold_db())
         first, frame = self._num_samples, round(FRAME_S * self._rate)
         self._num_samples += len(samples)
         events: list[TurnEvent] = []
@@ -106,7 +102,7 @@ class TurnDetector:
             events.append(TurnEvent("stopped", self._num_samples))
         return events
 
-    def _least_level(self) -> float:
+    def _get_threshold_db(self) -> float:
         """Returns the level from which a frame is speech, in dB."""
         background, loudest = np.percentile(self._levels, (10, 99))
         if loudest - background < MIN_RANGE_DB:
