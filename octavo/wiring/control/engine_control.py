@@ -4,6 +4,7 @@ An update writes the new model to a directory and replaces the engine process by
 with the mechanism that also replaces a process that has died. Unfinished requests wait and then
 continue on the new weights. Nothing of the old process remains, so the engine is the one that a
 fresh start with these weights gives, bit for bit, in every weight format and parallel layout.
+Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RestartableClient(Protocol):
 
 
 class EngineControl:
-    """Pause, sleep and weight updates of one engine. Its methods are called one at a time."""
+    """Pause, sleep and weight updates of one engine, one at a time."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -82,11 +83,14 @@ class EngineControl:
 
     async def resume_generation(self) -> None:
         """Computes the held and the new requests."""
-        if self.is_sleeping:
-            raise InvalidRequest("the engine sleeps", hint="wake it up with POST /wake_up")
         async with self._lock:
-            self._frontend.client.hold(holds=False)
-            self.is_paused = False
+            if self.is_sleeping:
+                raise InvalidRequest("the engine sleeps", hint="wake it up with POST /wake_up")
+            self._resume()
+
+    def _resume(self) -> None:
+        self._frontend.client.hold(holds=False)
+        self.is_paused = False
 
     async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         names = [state.request.request_id for state in self._frontend.outputs.unfinished()]
@@ -126,8 +130,7 @@ class EngineControl:
             if self.is_sleeping:
                 await self._restart(self._model)
                 self.is_sleeping = False
-            self._frontend.client.hold(holds=False)
-            self.is_paused = False
+            self._resume()
 
     # -- weights -----------------------------------------------------------------------------------
 
