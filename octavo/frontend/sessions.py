@@ -32,7 +32,7 @@ SUFFIX = ".json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAME_FORM = "1 to 128 letters, digits, '.', '_' or '-', the first one a letter or a digit"
 POLL_S = 0.005
-"""Seconds between two looks at an engine that reads or writes blocks."""
+"""Seconds between two queries to an engine that reads or writes blocks."""
 WRITE_S = 120.0
 """Maximum seconds to wait until a session's blocks are written."""
 
@@ -74,10 +74,7 @@ class Sessions:
 
     def check(self, name: str) -> None:
         """Raises InvalidRequest if the engine stores no sessions, or for an invalid name."""
-        if self._frontend.config.cache.prefix_cache_dir is None:
-            raise InvalidRequest(
-                "sessions require prefix_cache_dir", hint="start it with prefix_cache_dir"
-            )
+        self._check_stores()
         if NAME.fullmatch(name) is None:
             raise InvalidRequest(f"name: got {shown(name)}, expected {NAME_FORM}", param="name")
 
@@ -149,7 +146,7 @@ class Sessions:
 
     def list(self) -> list[SavedSession]:
         """Returns all sessions in the directory, by name."""
-        self.check("any")
+        self._check_stores()
         paths = sorted(self._folder.glob(f"*{SUFFIX}")) if self._folder.is_dir() else []
         return [session for path in paths if (session := self._read(path)) is not None]
 
@@ -174,6 +171,12 @@ class Sessions:
         self._unpin(session)
 
     # -- private -----------------------------------------------------------------------------------
+
+    def _check_stores(self) -> None:
+        if self._frontend.config.cache.prefix_cache_dir is None:
+            raise InvalidRequest(
+                "sessions require prefix_cache_dir", hint="start it with prefix_cache_dir"
+            )
 
     @property
     def _folder(self) -> Path:
