@@ -78,13 +78,13 @@ class EventWriter:
     def list_tools(self, server: str, tools: Sequence[Mapping[str, Any]]) -> list[Event]:
         """Returns the events of an item with the tools of an MCP server."""
         listing = self._output.list_tools(server, [dict(tool) for tool in tools])
-        place = {"item_id": listing.id, "output_index": listing.index}
+        location = {"item_id": listing.id, "output_index": listing.index}
         item = listing.value("completed")
         whole = {"output_index": listing.index, "item": item}
         return [
             self._event("output_item.added", {**whole, "item": {**item, "tools": []}}),
-            self._event("mcp_list_tools.in_progress", place),
-            self._event("mcp_list_tools.completed", place),
+            self._event("mcp_list_tools.in_progress", location),
+            self._event("mcp_list_tools.completed", location),
             self._event("output_item.done", whole),
         ]
 
@@ -99,7 +99,7 @@ class EventWriter:
         name = "completed" if item.error is None else "failed"
         whole = {"output_index": item.index, "item": item.value("completed")}
         return [
-            self._event(f"mcp_call.{name}", _place(item)),
+            self._event(f"mcp_call.{name}", _get_location(item)),
             self._event("output_item.done", whole),
         ]
 
@@ -132,18 +132,22 @@ class EventWriter:
         value = item.value("in_progress")
         if item.kind is PartKind.CALL:
             added = self._event("output_item.added", {"output_index": item.index, "item": value})
-            running = [self._event("mcp_call.in_progress", _place(item))] if item.server else []
+            running = (
+                [self._event("mcp_call.in_progress", _get_location(item))] if item.server else []
+            )
             return [added, *running]
         value["content"] = []
         empty = OutputItem(item.kind, item.id, item.index).part()
         return [
             self._event("output_item.added", {"output_index": item.index, "item": value}),
-            self._event("content_part.added", _place(item) | {"part": empty}),
+            self._event("content_part.added", _get_location(item) | {"part": empty}),
         ]
 
     def _format_delta(self, item: OutputItem, text: str, logprobs: list[TokenEntry]) -> Event:
         more: Event = {"logprobs": logprobs} if item.kind is PartKind.CONTENT else {}
-        return self._event(f"{_get_prefix(item)}.delta", _place(item) | {"delta": text} | more)
+        return self._event(
+            f"{_get_prefix(item)}.delta", _get_location(item) | {"delta": text} | more
+        )
 
     def _close_item(self, status: str) -> list[Event]:
         """Returns the events that close the open item."""
@@ -152,15 +156,15 @@ class EventWriter:
             return []
         name = f"{_get_prefix(item)}.done"
         if item.server:
-            return [self._event(name, _place(item) | {"arguments": item.text})]
+            return [self._event(name, _get_location(item) | {"arguments": item.text})]
         if item.kind is PartKind.CALL:
             fields = {"arguments": item.text, "name": item.name}
-            events = [self._event(name, _place(item) | fields)]
+            events = [self._event(name, _get_location(item) | fields)]
         else:
             more: Event = {"logprobs": item.logprobs} if item.kind is PartKind.CONTENT else {}
             events = [
-                self._event(name, _place(item) | {"text": item.text} | more),
-                self._event("content_part.done", _place(item) | {"part": item.part()}),
+                self._event(name, _get_location(item) | {"text": item.text} | more),
+                self._event("content_part.done", _get_location(item) | {"part": item.part()}),
             ]
         whole = {"output_index": item.index, "item": item.value(status)}
         return [*events, self._event("output_item.done", whole)]
@@ -178,7 +182,7 @@ def _get_prefix(item: OutputItem) -> str:
     return MCP_ARGUMENTS if item.server else DELTAS[item.kind]
 
 
-def _place(item: OutputItem) -> dict[str, Any]:
+def _get_location(item: OutputItem) -> dict[str, Any]:
     location = {"item_id": item.id, "output_index": item.index}
     return location if item.kind is PartKind.CALL else location | {"content_index": 0}
 

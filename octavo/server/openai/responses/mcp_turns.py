@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
 from octavo.api.errors import InvalidRequest, OctavoError, did_you_mean, shown
+from octavo.api.outputs import RequestOutput
 from octavo.server.mcp.client import McpClient, McpError, McpLimits, McpTool
 from octavo.server.openai.responses.body import ResponseBody, ResponseTool
 from octavo.server.openai.responses.events import Event, EventWriter
@@ -35,7 +36,6 @@ from octavo.server.state.store import Store
 from octavo.server.tool_use import OfferedFunction, parse_arguments
 
 APPROVAL = "never"
-NO_USAGE = TokenUsage(0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +46,20 @@ class OfferedServer:
     client: McpClient
     tools: Sequence[McpTool]
 
-    def describe(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": tool.name,
-                "description": tool.description,
-                "input_schema": tool.input_schema,
-                "annotations": tool.annotations,
-            }
-            for tool in self.tools
-        ]
-
 
 def uses_mcp(body: ResponseBody, settings: ServerSettings) -> bool:
     """Returns whether a response has tools of MCP servers, which are ignored if the operator has
     named none. Raises InvalidRequest for a server that is not one of the operator's.
     """
     urls = settings.mcp_servers()
-    asked = [(f"tools[{n}]", tool) for n, tool in enumerate(body.tools or ()) if tool.type == "mcp"]
-    if not urls or not asked:
+    requested = [
+        (f"tools[{n}]", tool) for n, tool in enumerate(body.tools or ()) if tool.type == "mcp"
+    ]
+    if not urls or not requested:
         return False
-    for where, tool in asked:
+    for where, tool in requested:
         _check(tool, where, urls)
-    labels = [tool.server_label for _, tool in asked]
+    labels = [tool.server_label for _, tool in requested]
     if len({*labels}) < len(labels):
         raise InvalidRequest("tools: got an MCP server twice", param="tools")
     if body.background:
@@ -127,11 +118,11 @@ class McpTurns:
         self._store = store
         self._settings = settings
         self._servers: list[OfferedServer] = []
-        self._num_calls = min(
+        self._num_calls_left = min(
             settings.mcp_max_calls, response_request.body.max_tool_calls or settings.mcp_max_calls
         )
-        """Number of calls that are left."""
-        self._usage = NO_USAGE
+        self._outputs: list[RequestOutput] = []
+        """Outputs of the turns so far."""
         self.last: dict[str, Any] = {}
         """The final response object, after the events."""
 
@@ -161,7 +152,7 @@ class McpTurns:
         try:
             yield writer.opening()
             for server in self._servers:
-                yield writer.list_tools(server.label, server.describe())
+                yield writer.list_tools(server.label, [asdict(tool) for tool in server.tools])
             while True:
                 num_before = len(writer.items)
                 writer.parse_with(prepared.parser)
@@ -169,7 +160,8 @@ class McpTurns:
                     async for (delta,) in steps:
                         if new := writer.delta(prepared.piece(delta)):
                             yield new
-                self._count(builder)
+                if builder.latest is not None:
+                    self._outputs.append(builder.latest)
                 is_whole = get_status(builder) == "completed"
                 if new := writer.end_turn("completed" if is_whole else "incomplete"):
                     yield new
@@ -178,13 +170,14 @@ class McpTurns:
                 for item in calls:
                     await self._call(item, is_whole=is_whole)
                     yield writer.call_ended(item)
-                if not (calls and is_whole) or self._has_other_calls(items):
+                calls_client = any(item.name and not item.server for item in items)
+                if calls_client or not (calls and is_whole):
                     break
                 turn += 1
                 prepared = await self._prepare(self._next(writer, first))
                 builder = prepared.start(turn)
             self.last = make_last(
-                first, get_status(builder), writer.items, format_usage(self._usage)
+                first, get_status(builder), writer.items, format_usage(self._get_usage())
             )
         except OctavoError as error:
             self.last = make_failed(first, error)
@@ -239,7 +232,10 @@ class McpTurns:
             for tool in server.tools
         ]
         return await prepare_response(
-            response_request, self._model, self._store, functions if self._num_calls > 0 else ()
+            response_request,
+            self._model,
+            self._store,
+            functions if self._num_calls_left > 0 else (),
         )
 
     def _next(self, writer: EventWriter, first: dict[str, Any]) -> ResponseRequest:
@@ -249,38 +245,28 @@ class McpTurns:
         changes: dict[str, Any] = {"tool_choice": None}
         limit = self._request.body.max_output_tokens
         if limit is not None:
-            changes["max_output_tokens"] = max(1, limit - self._usage.completion_tokens)
+            changes["max_output_tokens"] = max(1, limit - self._get_usage().completion_tokens)
         body = self._request.body.model_copy(update=changes)
         done = [item.value("completed") for item in writer.items]
         return replace(self._request, body=body, items=[*self._request.items, *done])
-
-    def _has_other_calls(self, items: Sequence[OutputItem]) -> bool:
-        """Returns whether the client has to run a function of the turn."""
-        return any(item.name and not item.server for item in items)
 
     async def _call(self, item: OutputItem, *, is_whole: bool) -> None:
         """Calls the tool of an item, and stores its result in it."""
         if not is_whole:
             item.error = "the response ended before the call was complete"
             return
-        if self._num_calls <= 0:
+        if self._num_calls_left <= 0:
             item.error = "the response has reached its limit of tool calls"
             return
-        self._num_calls -= 1
+        self._num_calls_left -= 1
         (client,) = (server.client for server in self._servers if server.label == item.server)
         try:
             item.output = await client.call(item.name, parse_arguments(item.text))
         except McpError as error:
             item.error = str(error)
 
-    def _count(self, builder: ResponseBuilder) -> None:
-        was, new = self._usage, builder.usage
-        self._usage = TokenUsage(
-            was.prompt_tokens + new.prompt_tokens,
-            was.cached_tokens + new.cached_tokens,
-            was.completion_tokens + new.completion_tokens,
-            was.reasoning_tokens + new.reasoning_tokens,
-        )
+    def _get_usage(self) -> TokenUsage:
+        return TokenUsage.of(self._outputs)
 
     async def _close(self) -> None:
         for server in self._servers:

@@ -165,7 +165,7 @@ async def _make_conversation(
     response_request: ResponseRequest,
     model: ServedModel,
     store: Store | None,
-    of_servers: Sequence[OfferedFunction] | None,
+    mcp_functions: Sequence[OfferedFunction] | None,
 ) -> tuple[Conversation, int]:
     """Returns a response's conversation and its number of leading system messages."""
     instructions = response_request.body.instructions
@@ -176,21 +176,21 @@ async def _make_conversation(
     messages = system + make_messages([*before, *response_request.items])
     if not messages:
         raise InvalidRequest("input: expected items or instructions, got none", param="input")
-    return _conversation(response_request, model, messages, of_servers), len(system)
+    return _conversation(response_request, model, messages, mcp_functions), len(system)
 
 
 async def prepare_response(
     response_request: ResponseRequest,
     model: ServedModel,
     store: Store | None,
-    of_servers: Sequence[OfferedFunction] | None = None,
+    mcp_functions: Sequence[OfferedFunction] | None = None,
 ) -> PreparedResponse:
-    """Builds the prompt of a response; raises ClientError if it is invalid. `of_servers` are the
-    tools of MCP servers; None: such tools are ignored.
+    """Builds the prompt of a response; raises ClientError if it is invalid. `mcp_functions` are
+    the tools of MCP servers; None: such tools are ignored.
     """
     body = response_request.body
     params = body.params(model.llm.get_default_chat_params())
-    talk, num_system = await _make_conversation(response_request, model, store, of_servers)
+    talk, num_system = await _make_conversation(response_request, model, store, mcp_functions)
     prompt = (
         await _truncate(talk, response_request, model, num_system)
         if body.truncation == "auto"
@@ -227,7 +227,7 @@ def _conversation(
     response_request: ResponseRequest,
     model: ServedModel,
     messages: list[dict[str, Any]],
-    of_servers: Sequence[OfferedFunction] | None,
+    mcp_functions: Sequence[OfferedFunction] | None,
 ) -> Conversation:
     known = model.tokenizer.template_variables if model.tokenizer is not None else frozenset()
     effort = (
@@ -238,7 +238,7 @@ def _conversation(
         messages,
         response_request.body.cache_salt,
         Rendering(variables=variables),
-        tools=parse_tools(response_request.body, model.limits, of_servers),
+        tools=parse_tools(response_request.body, model.limits, mcp_functions),
     )
 
 
@@ -342,7 +342,9 @@ def _show_tool(tool: ResponseTool) -> dict[str, Any]:
 
 
 def parse_tools(
-    body: ResponseBody, limits: RequestLimits, of_servers: Sequence[OfferedFunction] | None = None
+    body: ResponseBody,
+    limits: RequestLimits,
+    mcp_functions: Sequence[OfferedFunction] | None = None,
 ) -> ToolUse | None:
     """Returns the checked tools of a body; None if the model may not call any."""
     functions = [
@@ -355,8 +357,8 @@ def parse_tools(
         for tool in body.tools or ()
         if tool.type == "function"
     ]
-    functions += of_servers or ()
-    if of_servers is None:
+    functions += mcp_functions or ()
+    if mcp_functions is None:
         for index, tool in enumerate(body.tools or ()):
             if tool.type == "mcp":
                 body.ignored.add(f"tools[{index}]", shown_as="tools[type=mcp]")
