@@ -13,7 +13,7 @@ import binascii
 import json
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ import numpy as np
 from fastapi import APIRouter, HTTPException, WebSocket, WebSocketDisconnect
 from numpy.typing import NDArray
 
-from octavo.api.errors import InvalidRequest, OctavoError, shown
+from octavo.api.errors import ClientError, InvalidRequest, OctavoError, shown
 from octavo.api.transcription import VoiceActivity
 from octavo.audio.turn_detector import TurnDetector
 from octavo.audio.wav import make_wav
@@ -42,6 +42,7 @@ MAX_WAITING_TURNS = 16
 DEFAULT_DETECTION = VoiceActivity(silence_duration_ms=500)
 """Voice activity detection by default; the pause is that of OpenAI's API."""
 
+SERVER_VAD = "server_vad"
 TEXT_OPTIONS = ("model", "language", "prompt")
 PROTOCOL = "realtime"
 """WebSocket protocol that OpenAI's clients in browsers offer."""
@@ -61,7 +62,7 @@ async def realtime(socket: WebSocket) -> None:
 
 
 @router.get("/v1/realtime")
-async def refuse_http() -> None:
+async def require_websocket() -> None:
     """Reports that this path needs a WebSocket."""
     raise HTTPException(
         426,
@@ -80,15 +81,8 @@ class SessionOptions(msgspec.Struct, frozen=True):
     """None: the client commits each turn."""
 
     def to_json(self, session_id: str) -> dict[str, Any]:
-        detection = self.turn_detection
-        turns = None
-        if detection is not None:
-            turns = {
-                "type": "server_vad",
-                "threshold": detection.threshold,
-                "prefix_padding_ms": detection.prefix_padding_ms,
-                "silence_duration_ms": detection.silence_duration_ms,
-            }
+        activity = self.turn_detection
+        detection = None if activity is None else {"type": SERVER_VAD, **asdict(activity)}
         transcription = {"model": self.model, "language": self.language, "prompt": self.prompt}
         return {
             "id": session_id,
@@ -98,7 +92,7 @@ class SessionOptions(msgspec.Struct, frozen=True):
                 "input": {
                     "format": {"type": "audio/pcm", "rate": WIRE_RATE},
                     "transcription": transcription,
-                    "turn_detection": turns,
+                    "turn_detection": detection,
                 }
             },
         }
@@ -147,6 +141,8 @@ class Session:
         self._options = SessionOptions()
         self._buffer = AudioBuffer()
         self._detector: TurnDetector | None = None
+        self._offset = 0
+        """Sample of the session at which the detector started."""
         self._turn: tuple[str, int] | None = None
         """Item id and first sample of the turn that is being spoken."""
         self._last_item: str | None = None
@@ -221,10 +217,10 @@ class Session:
         return options
 
     def _set(self, options: SessionOptions) -> None:
+        """Sets the options, and discards the audio that is not committed."""
         self._options, activity = options, options.turn_detection
-        self._turn = None
-        self._buffer.take(self._buffer.end, self._buffer.end)
         self._detector = None
+        self._clear()
         if activity is not None:
             self._detector = TurnDetector(
                 WIRE_RATE,
@@ -234,7 +230,6 @@ class Session:
                 max_turn_s=MAX_TURN_S,
             )
         self._offset = self._buffer.end
-        """Sample of the session at which the detector started."""
 
     # -- audio -------------------------------------------------------------------------------------
 
@@ -380,12 +375,12 @@ def _read_detection(given: object) -> VoiceActivity | None:
     if given is None:
         return None
     values = dict(given) if isinstance(given, dict) else {"type": given}
-    kind = values.pop("type", "server_vad")
-    names = ("threshold", "prefix_padding_ms", "silence_duration_ms")
-    if kind != "server_vad" or not set(values) <= {*names, "create_response", "interrupt_response"}:
+    kind = values.pop("type", SERVER_VAD)
+    names = [option.name for option in fields(VoiceActivity)]
+    if kind != SERVER_VAD or not set(values) <= {*names, "create_response", "interrupt_response"}:
         raise InvalidRequest(
             f"turn_detection: got {shown(given)}, expected null, or an object with the type"
-            f" server_vad and {', '.join(names)}",
+            f" {SERVER_VAD} and {', '.join(names)}",
             param="turn_detection",
         )
     kept: dict[str, Any] = {name: values[name] for name in names if name in values}
@@ -404,7 +399,7 @@ def _get_table(values: dict[str, Any], name: str, param: str) -> dict[str, Any]:
 
 def _describe(error: OctavoError) -> dict[str, Any]:
     """Returns an error as OpenAI's events describe it."""
-    is_client = isinstance(error, InvalidRequest) or getattr(error, "status", 500) < 500
+    is_client = isinstance(error, ClientError)
     return {
         "type": "invalid_request_error" if is_client else "server_error",
         "code": type(error).__name__,
