@@ -154,8 +154,8 @@ class ModelLoader:
         build = partial(AsyncLLM.from_options, report=report, when_started=slot.set_cancel)
         try:
             llm = build(**task.options)
-        except InsufficientMemory as refusal:
-            self._fit(task, refusal)
+        except InsufficientMemory as error:
+            self._fit(task, error)
             llm = build(**task.options)
         try:
             self._name_adapters(slot, llm)
@@ -216,16 +216,16 @@ class ModelLoader:
             self._report(f"memory {format_bytes(free)}: {describe_shares(capacities, kv_bytes)}")
         return planned
 
-    def _fit(self, task: LoadTask, refusal: InsufficientMemory) -> None:
-        """Adds options with which a model fits into the free memory. Raises the refusal if it is
+    def _fit(self, task: LoadTask, error: InsufficientMemory) -> None:
+        """Adds options with which a model fits into the free memory. Raises the error if it is
         not the only model, or no options help.
         """
         others = any(slot.loaded is not None for slot in self._models)
         if others or self._memory_budget is not None:
-            raise refusal
+            raise error
         fit = fit_to_memory(task.options)
         if fit is None or not fit.options:
-            raise refusal
+            raise error
         self._report(f"fitted to the free memory: {fit.describe()}")
         task.options.update(fit.options)
 

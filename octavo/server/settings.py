@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -305,30 +306,22 @@ class ServerSettings:
 
     def model_aliases(self) -> dict[str, str]:
         """Parses the aliases; raises ConfigError for an invalid one."""
-        aliases: dict[str, str] = {}
-        for text in self.model_alias:
-            alias, _, name = text.partition("=")
-            if not alias or not name or alias in aliases:
-                raise ConfigError(
-                    f"model_alias: got {text!r}, expected ALIAS=NAME, with distinct ALIASes",
-                    hint="e.g. --model-alias 'claude-*=smollm2'",
-                )
-            aliases[alias] = name
-        return aliases
+        return _parse_pairs(
+            "model_alias",
+            self.model_alias,
+            expected="ALIAS=NAME, with distinct ALIASes",
+            hint="e.g. --model-alias 'claude-*=smollm2'",
+        )
 
     def mcp_servers(self) -> dict[str, str]:
         """Returns the URLs of MCP servers by name; raises ConfigError for an invalid one."""
-        urls: dict[str, str] = {}
-        for text in self.mcp_server:
-            name, _, url = text.partition("=")
-            if not name or name in urls or not re.fullmatch(r"https?://[^\s/?#@]+[^\s#]*", url):
-                raise ConfigError(
-                    f"mcp_server: got {text!r}, expected NAME=URL, with distinct NAMEs and http or"
-                    " https URLs",
-                    hint="e.g. --mcp-server docs=http://127.0.0.1:9000/mcp",
-                )
-            urls[name] = url
-        return urls
+        return _parse_pairs(
+            "mcp_server",
+            self.mcp_server,
+            expected="NAME=URL, with distinct NAMEs and http or https URLs",
+            hint="e.g. --mcp-server docs=http://127.0.0.1:9000/mcp",
+            value=r"https?://[^\s/?#@]+[^\s#]*",
+        )
 
     @property
     def is_open_to_all(self) -> bool:
@@ -339,6 +332,19 @@ class ServerSettings:
     @property
     def has_keys(self) -> bool:
         return bool(self.api_key or self.operator_key or self.api_key_file)
+
+
+def _parse_pairs(
+    option: str, texts: Iterable[str], *, expected: str, hint: str, value: str = "(?s:.+)"
+) -> dict[str, str]:
+    """Parses texts NAME=VALUE, whose values match the pattern `value`."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, _, content = text.partition("=")
+        if not name or name in pairs or not re.fullmatch(value, content):
+            raise ConfigError(f"{option}: got {text!r}, expected {expected}", hint=hint)
+        pairs[name] = content
+    return pairs
 
 
 def _check_network(text: str) -> None:

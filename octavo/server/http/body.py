@@ -97,6 +97,11 @@ def get_ignored(request: Request, *, is_strict: bool = False) -> IgnoredFields:
     return collector
 
 
+def parse_media_type(content_type: str) -> str:
+    """Returns the media type of a Content-Type header, without its parameters."""
+    return content_type.partition(";")[0].strip().lower()
+
+
 def _check_content(request: Request) -> None:
     """Raises a 415 unless the body is declared as uncompressed JSON.
 
@@ -115,7 +120,7 @@ def _check_content(request: Request) -> None:
     if declared is None and not is_browser:
         return
     declared = declared or "none"
-    media_type = declared.partition(";")[0].strip().lower()
+    media_type = parse_media_type(declared)
     if media_type == CURLS_TYPE and not is_browser:
         return
     if media_type != "application/json" and not media_type.endswith("+json"):

@@ -11,6 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
+from octavo.server.http.body import parse_media_type
+
 MAX_FIELDS = 15
 MAX_FIELD_BYTES = 1024
 MAX_OTHER_BYTES = 256 << 10
@@ -28,7 +30,7 @@ async def open_form(
     `timeout_s`.
     """
     declared = request.headers.get("content-type", "")
-    if declared.partition(";")[0].strip().lower() != "multipart/form-data":
+    if parse_media_type(declared) != "multipart/form-data":
         raise HTTPException(
             415, f"Content-Type: got {declared[:80]!r}, expected multipart/form-data"
         )

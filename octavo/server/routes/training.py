@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from octavo.api.async_llm import AsyncLLM
 from octavo.api.errors import InvalidRequest
 from octavo.server.http.auth import require_operator
-from octavo.server.http.body import Body, parse_body, read_in_time
+from octavo.server.http.body import Body, parse_body, parse_media_type, read_in_time
 from octavo.server.state.service import Service, get_service
 from octavo.wiring.control.engine_control import PauseMode
 
@@ -31,6 +31,7 @@ TIMEOUT_S = 60
 
 router = APIRouter(dependencies=[Depends(require_operator)])
 
+Mode = Annotated[PauseMode, Query(description="what happens to unfinished requests")]
 Model = Annotated[str | None, Query(description="a model's name")]
 
 
@@ -71,7 +72,7 @@ class UpdateInfo(msgspec.Struct):
 @router.post("/pause")
 async def pause(
     llm: Engine,
-    mode: Annotated[PauseMode, Query(description="what happens to unfinished requests")] = "abort",
+    mode: Mode = "abort",
     *,
     clear_cache: bool = True,
 ) -> dict[str, str]:
@@ -93,7 +94,7 @@ async def is_paused(llm: Engine) -> dict[str, bool]:
 
 
 @router.post("/sleep")
-async def sleep(llm: Engine, level: int = 1, mode: PauseMode = "abort") -> dict[str, str]:
+async def sleep(llm: Engine, level: int = 1, mode: Mode = "abort") -> dict[str, str]:
     """Ends the engine process, which frees its memory, until /wake_up. Levels 1 and 2 are equal."""
     await llm.control.sleep(level, mode)
     return {"status": "sleeping" if level else "paused"}
@@ -186,7 +187,7 @@ async def update_weights(
     else at once.
     """
     control = llm.control
-    if _media_type(request) == TENSORS:
+    if parse_media_type(request.headers.get("content-type", "")) == TENSORS:
         file = await _receive(request, llm)
     else:
         file = await _parse_path(request, service)
@@ -223,10 +224,6 @@ async def weight_info(llm: Engine) -> dict[str, str]:
 async def reset_prefix_cache(llm: Engine, *, reset_external: bool = False) -> dict[str, bool]:
     """Clears the prefix cache, as POST /v1/cache/reset does."""
     return {"success": await llm.reset_prefix_cache(reset_connector=reset_external)}
-
-
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def _parse_path(request: Request, service: Service) -> Path:
