@@ -13,6 +13,7 @@ from octavo.config.sizes import format_bytes
 
 FOREVER_YEAR = 9999
 """Expiry year that Ollama's API reports for models that stay loaded."""
+HINT = "check that --url is the address of octavo serve or Ollama"
 
 
 def ps(
@@ -39,7 +40,7 @@ def ps(
     if answer.status_code != 200:
         raise WorkerFailed(
             f"url: {client.url}/api/ps returned {describe_error(answer)}",
-            hint="check that --url is the address of octavo serve or Ollama",
+            hint=HINT,
         )
     try:
         models = parse_json(answer.content)["models"]
@@ -47,7 +48,7 @@ def ps(
     except (KeyError, TypeError, ValueError) as error:
         raise WorkerFailed(
             f"url: {client.url}/api/ps did not return a list of models",
-            hint="check that --url is the address of octavo serve or Ollama",
+            hint=HINT,
         ) from error
     if json:
         print(msgspec.json.encode(models).decode())

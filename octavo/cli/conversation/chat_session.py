@@ -110,12 +110,13 @@ class ChatSession:
         """
         messages = self._model.restore(name)
         if messages is None:
-            return _say(f"new session {name}")
+            _say(f"new session {name}")
+            return
         if messages[:1] and messages[0]["role"] == "system":
             system = messages.pop(0)["content"]
             self._system = system if self._system is None else self._system
         self._messages = [msgspec.convert(message, SavedMessage) for message in messages]
-        return _say(f"session {name}: {len(messages)} messages")
+        _say(f"session {name}: {len(messages)} messages")
 
     def store(self, name: str) -> None:
         """Saves the conversation and its KV blocks as a named session, unless it is empty."""
