@@ -140,7 +140,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         if self._is_held:
-            return bool(self._early) or self.scheduler.has_outputs
+            return bool(self._early or self.scheduler.ended_outputs)
         return (
             bool(self._in_flight)
             or self._decode is not None

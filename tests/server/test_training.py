@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save, save_file
 from octavo.server.app import create_app
 from octavo.server.settings import ServerSettings
 from octavo.server.state.slot import EngineSlot
-from tests.support.live_server import LONG, LiveServer, until
+from tests.support.live_server import LASTING, LONG, PACE_FLAGS, LiveServer, until
 from tests.support.tiny_tokenizer import tiny_model_with_text
 
 TIMEOUT_S = 600
@@ -25,9 +25,8 @@ TENSORS = {"Content-Type": "application/octet-stream"}
 
 @pytest.fixture(scope="module")
 def server():
-    server = LiveServer(
-        str(tiny_model_with_text()), "--served-model-name=tiny", "--training-routes"
-    )
+    path = str(tiny_model_with_text())
+    server = LiveServer(path, "--served-model-name=tiny", "--training-routes", *PACE_FLAGS)
     yield server
     assert server.stop() == 0
 
@@ -133,12 +132,12 @@ def test_held_requests_continue_on_the_new_weights(server, http, tmp_path):
 
 
 def test_a_pause_aborts_or_waits(server, http):
-    for mode, reason in (("abort", "abort"), ("wait", "length")):
+    for mode, reason, num_tokens in (("abort", "abort", 480), ("wait", "length", 40)):
         answers = []
 
-        def ask(answers=answers):
+        def ask(answers=answers, num_tokens=num_tokens):
             with server.http() as own:
-                body = LONG | {"n": 1, "max_tokens": 300}
+                body = LASTING | {"max_tokens": num_tokens}
                 answers.append(own.post("/v1/completions", json=body, timeout=TIMEOUT_S).json())
 
         thread = threading.Thread(target=ask)

@@ -83,7 +83,7 @@ class Scheduler:
         )
         self._multi_step_policy = multi_step_policy
         self._stop_texts = stop_texts
-        self._outputs: list[EngineOutput] = []
+        self.ended_outputs: list[EngineOutput] = []
         """Final outputs of requests that were rejected or aborted since the last update."""
         self.times = Timekeeper()
         self._stats = EngineStats()
@@ -193,7 +193,9 @@ class Scheduler:
         has_drafts = (
             speculation is not None and speculation.is_active and speculation.add_drafts(step)
         )
-        is_busy = queues.swapped or queues.waiting.num_requests or step.runs_ahead or self._outputs
+        is_busy = (
+            queues.swapped or queues.waiting.num_requests or step.runs_ahead or self.ended_outputs
+        )
         if not (has_drafts or is_busy):
             plan.num_steps = self._multi_step_policy.num_steps(
                 step, num_running=len(queues.running)
@@ -214,7 +216,7 @@ class Scheduler:
         """Updates the requests of the oldest step in flight; returns their outputs, after the final
         outputs of requests that ended between steps.
         """
-        outputs, self._outputs = self._outputs, []
+        outputs, self.ended_outputs = self.ended_outputs, []
         step = self.in_flight.pop(plan.num_steps)
         step.count(result, self._stats, self.times)
         if step.is_first:
@@ -250,14 +252,9 @@ class Scheduler:
             self._free_leaving()
         return outputs
 
-    @property
-    def has_outputs(self) -> bool:
-        """Whether requests have ended since the last step."""
-        return bool(self._outputs)
-
     def pop_outputs(self) -> list[EngineOutput]:
         """Returns the final outputs of requests that ended since the last step."""
-        outputs, self._outputs = self._outputs, []
+        outputs, self.ended_outputs = self.ended_outputs, []
         return outputs
 
     def _update_row(
@@ -402,7 +399,7 @@ class Scheduler:
             # Its limit was lowered, and the core was lost before it could end the request.
             finish = Finish("length")
         if finish is not None:
-            self._outputs.append(self._final_output(request, finish))
+            self.ended_outputs.append(self._final_output(request, finish))
             return
         self.queues.add(request)
         if source.grammar is not None or source.adapter is not None or source.media:
@@ -431,7 +428,7 @@ class Scheduler:
         """
         request = self.queues.by_id.get(request_id)
         if request is not None:
-            self._outputs.append(self._finish(request, finish))
+            self.ended_outputs.append(self._finish(request, finish))
             self.queues.drop_finished()
 
     def _finish(self, request: Request, finish: Finish) -> EngineOutput:
@@ -476,7 +473,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to schedule or to return."""
-        return bool(self.queues.by_id or self._outputs or self.blocks.has_transfers)
+        return bool(self.queues.by_id or self.ended_outputs or self.blocks.has_transfers)
 
     @property
     def waits_for(self) -> str:
@@ -491,7 +488,7 @@ class Scheduler:
     def pause_s(self, now: float) -> float:
         """Returns the seconds for which a batch waits to fill unless a request is added or ends."""
         queues = self.queues
-        is_busy = queues.running or queues.swapped or self._outputs or not queues.by_id
+        is_busy = queues.running or queues.swapped or self.ended_outputs or not queues.by_id
         if is_busy or self.blocks.has_transfers or self.admission.batching is None:
             return 0.0
         return max(0.0, self.admission.opens_at(now) - now)
