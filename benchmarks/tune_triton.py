@@ -219,11 +219,11 @@ def pick_task(vocab_size: int) -> Task:
     """Makes the task of draws whose rows have top_k and top_p."""
     batches = []
     for count in (1, 32):
-        d = 3 * torch.randn((count, vocab_size), dtype=torch.float64, device=DEVICE)
-        d -= d.amax(dim=1, keepdim=True)
+        z = 3 * torch.randn((count, vocab_size), device=DEVICE)
+        top = z.amax(dim=1).double()
         records = sampling_records(count, position=np.arange(count), top_k=50, top_p=0.9)
         words = torch.from_numpy(record_words(records)).to(DEVICE)
-        batches.append((d, torch.exp(d), words))
+        batches.append((z, top, torch.ones_like(top), words))
 
     def run() -> None:
         for batch in batches:

@@ -70,12 +70,14 @@ class Kernels(Protocol):
         """Returns the sum of each row of `x [S, V] fp64`."""
         ...
 
-    def pick(self, d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool) -> Tensor:
-        """Samples a token of each row, `[S]`, from `d`, `weights [S, V] fp64` and `records [S,
-        WORDS] int32`.
+    def pick(
+        self, z: Tensor, top: Tensor, temperature: Tensor, records: Tensor, *, cuts: bool
+    ) -> Tensor:
+        """Samples a token of each row, `[S]`, from logits `z [S, V]` in any float dtype (-inf for
+        excluded tokens), `top` and `temperature [S] fp64` and `records [S, WORDS] int32`.
 
-        d = (z - max z) / temperature; weights are exp(d), or 0 for excluded tokens. `cuts` enables
-        top_k and top_p, as in `executor/filters.py`. Undefined for rows without weights.
+        `top` is the largest z before tokens were excluded. Applies min_p, with `cuts` also top_k
+        and top_p, as in `executor/filters.py`. Undefined for rows without tokens.
         """
         ...
 

@@ -54,12 +54,12 @@ class KvTensor:
             self.numbers.flatten(0, 1).index_copy_(0, slots, rows.to(self.numbers.dtype))
             return
         codes, scales = (as_int8 if self.numbers.dtype == torch.int8 else _as_fp8)(rows.float())
-        self._raw.flatten(0, 1).index_copy_(0, slots, codes.view(self._raw.dtype))
+        self.raw.flatten(0, 1).index_copy_(0, slots, codes.view(self.raw.dtype))
         self.scales.flatten(0, 1).index_copy_(0, slots, scales)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies slots of one layer as stored."""
-        for tensor in (self._raw, self.scales):
+        for tensor in (self.raw, self.scales):
             if tensor is not None:
                 flat = tensor.flatten(0, 1)
                 flat.index_copy_(0, targets, flat[sources])
@@ -68,7 +68,7 @@ class KvTensor:
         """Reads the blocks `tables [N, B]` of one layer: `[N, B * 16, K, width]` as stored, codes
         as fp32.
         """
-        numbers = self._raw[tables].flatten(1, 2).view(self.numbers.dtype)
+        numbers = self.raw[tables].flatten(1, 2).view(self.numbers.dtype)
         return (
             numbers
             if self.scales is None
@@ -76,9 +76,9 @@ class KvTensor:
         )
 
     @property
-    def _raw(self) -> Tensor:
-        """The stored numbers, with e4m3 viewed as bytes because PyTorch cannot index e4m3 on every
-        device.
+    def raw(self) -> Tensor:
+        """The stored numbers, with e4m3 viewed as bytes: not every device can index e4m3, and
+        Triton reads it on few.
         """
         return self.numbers.view(torch.uint8) if self.numbers.dtype == E4M3 else self.numbers
 

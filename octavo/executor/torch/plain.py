@@ -119,7 +119,10 @@ class PlainKernels:
     def sums(self, x: Tensor) -> Tensor:
         return x.sum(dim=1)
 
-    def pick(self, d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool) -> Tensor:
+    def pick(
+        self, z: Tensor, top: Tensor, temperature: Tensor, records: Tensor, *, cuts: bool
+    ) -> Tensor:
+        d, weights = sampler_ops.weigh(z, top, temperature, records)
         is_kept = sampler_ops.make_keep_mask(d, weights, records) if cuts else weights > 0
         noise = sampler_ops.gumbel(sampler_ops.noise_words(records, d.shape[1]))
         return torch.where(is_kept, d + noise, -torch.inf).argmax(dim=1)

@@ -1,4 +1,4 @@
-"""Last sampling stages in plain PyTorch: top_k/top_p selection and noise.
+"""Last sampling stages in plain PyTorch: weights, top_k/top_p selection and noise.
 
 Follows `executor/filters.py` and `executor/noise.py` in fp64. PyTorch has no multiplication of
 unsigned 32-bit integers, so words are int64.
@@ -42,6 +42,16 @@ def field(records: Tensor, name: str) -> Tensor:
     """Returns a 32-bit field `[S]` of `records [S, WORDS] int32`."""
     column = records[:, get_word_index(name)]
     return column.view(torch.float32) if SAMPLING_RECORD[name].kind == "f" else column
+
+
+def weigh(z: Tensor, top: Tensor, temperature: Tensor, records: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns d = (z - top) / temperature and the weights exp(d) of the tokens that min_p keeps, 0
+    for others, both `[S, V] fp64`, from `z [S, V]`, `top` and `temperature [S] fp64`.
+    """
+    d = (z.double() - top[:, None]) / temperature[:, None]
+    weights = torch.exp(d)
+    min_p = field(records, "min_p").double()[:, None]
+    return d, torch.where(weights >= min_p, weights, 0.0)
 
 
 def make_keep_mask(d: Tensor, weights: Tensor, records: Tensor) -> Tensor:

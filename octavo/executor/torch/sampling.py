@@ -1,7 +1,8 @@
 """Samples tokens on the device for all rows at once, following `executor/sampling.py`.
 
 Arithmetic is in fp64 and noise is a function of integers, so results equal the reference's. The
-summation order may differ, which shifts the top_p boundary by about 1e-15.
+summation order may differ, which shifts the top_p boundary by about 1e-15. Logits are read in their
+own dtype, and only copied to fp64 if a row changes them or needs its complete distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from octavo.api.sampling_params import OPTIONS
 from octavo.executor.batch import SampleResult, SamplingBatch
 from octavo.executor.torch import filters
 from octavo.executor.torch.kernels import Kernels
-from octavo.executor.torch.sampler_ops import field, make_keep_mask, record_words
+from octavo.executor.torch.sampler_ops import field, make_keep_mask, record_words, weigh
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,11 @@ class SamplingStages:
     """Whether a row's history lacks its last token, which only the device knows."""
     biased_after: bool = False
     """Whether a logit bias depends on that token."""
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether a row changes its logits."""
+        return self.biased or self.masked or self.penalised
 
     @property
     def last_ids(self) -> bool:
@@ -140,15 +146,18 @@ def sample(
     if stages == GREEDY:
         return _largest(logits)
     records = inputs["records"]
-    logits = logits.float()
-    failed = logits.isnan().any(dim=1)
-    z = _adjust_logits(logits.double(), inputs, stages)
-    top, tokens = z.amax(dim=1), z.argmax(dim=1)
-    bits: Tensor | None = torch.zeros_like(top) if stages.surprises else None
+    # `max` treats NaN as the largest number.
+    top, tokens = logits.max(dim=1)
+    failed, z = top.isnan(), logits
+    if stages.adjusts:
+        z = _adjust_logits(logits.double(), inputs, stages)
+        top, tokens = z.max(dim=1)
+    bits = torch.zeros_like(top, dtype=torch.float64) if stages.surprises else None
     if stages.draws:
-        sampled, weights = _sample_tokens(z, records, stages, kernels)
+        sampled, weights = _sample_tokens(z, top, records, stages, kernels)
         tokens = torch.where(field(records, "temperature") > 0, sampled, tokens)
-        bits = filters.surprises(weights, tokens) if stages.surprises else None
+        if weights is not None and stages.surprises:
+            bits = filters.surprises(weights, tokens)
     targets = field(records, "target_id").long()
     failed = failed | (~top.isfinite() & (targets < 0))
     tokens = torch.where(targets >= 0, targets, tokens).masked_fill(failed, 0)
@@ -157,10 +166,7 @@ def sample(
 
 
 def _largest(logits: Tensor) -> SamplerOutput:
-    """Picks the largest logit of each row in one pass.
-
-    fp64 would give the same; `max` treats NaN as the largest number.
-    """
+    """Picks the largest logit of each row in one pass."""
     top, tokens = logits.max(dim=1)
     failed = ~top.isfinite()
     return SamplerOutput(tokens.masked_fill(failed, 0), failed, None)
@@ -224,42 +230,44 @@ def _bits(words: Tensor, vocab_size: int) -> Tensor:
 
 
 def _sample_tokens(
-    z: Tensor, records: Tensor, stages: SamplingStages, kernels: Kernels
-) -> tuple[Tensor, Tensor]:
-    """Returns a sampled token per row `[S]` and the candidates' weights `[S, V]`; undefined at
-    temperature 0 and for failed rows.
+    z: Tensor, top: Tensor, records: Tensor, stages: SamplingStages, kernels: Kernels
+) -> tuple[Tensor, Tensor | None]:
+    """Returns a sampled token per row `[S]`, undefined at temperature 0 and for failed rows, and
+    the candidates' weights `[S, V]` if `stages.steers`. `top [S]` is the largest of `z [S, V]`.
     """
-    temperature = field(records, "temperature").double()[:, None]
+    temperature, top = field(records, "temperature").double(), top.double()
     temperature = torch.where(temperature > 0, temperature, 1.0)
     if stages.narrows:
-        z, temperature = filters.apply_distribution_filters(z, temperature, records)
-    d = (z - z.amax(dim=1, keepdim=True)) / temperature
-    weights = torch.exp(d)
-    min_p = field(records, "min_p").double()[:, None]
-    weights = torch.where(weights >= min_p, weights, 0.0)
+        z, columns = filters.apply_distribution_filters(z.double(), temperature[:, None], records)
+        temperature, top = columns[:, 0], z.amax(dim=1)
     if not stages.steers:
-        return kernels.pick(d, weights, records, cuts=stages.cuts), weights
+        return kernels.pick(z, top, temperature, records, cuts=stages.cuts), None
+    d, weights = weigh(z, top, temperature, records)
     if stages.cuts:
         weights = torch.where(make_keep_mask(d, weights, records), weights, 0.0)
     weights = filters.apply_xtc_mirostat(d, weights, records)
-    return kernels.pick(d, weights, records, cuts=False), weights
+    z = torch.where(weights > 0, z, -torch.inf)
+    return kernels.pick(z, top, temperature, records, cuts=False), weights
 
 
 def _logprobs(
     logits: Tensor, tokens: Tensor, num_top: int, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the tuple of `Drawn.logprobs`."""
-    raw = logits.double()
-    top = raw.amax(dim=1, keepdim=True)
-    logprobs = raw - (top + kernels.sums(torch.exp(raw - top))[:, None].log())
+    top = logits.amax(dim=1, keepdim=True).double()
+    log_total = top + kernels.sums(logits.double().sub_(top).exp_())[:, None].log()
     own = tokens[:, None]
-    own_logits, ids = raw.gather(1, own), torch.arange(raw.shape[1], device=raw.device)
-    before = (raw > own_logits) | ((raw == own_logits) & (ids < own))
-    best = raw.new_zeros(len(raw), 0).long()
+    own_logits, ids = logits.gather(1, own), torch.arange(logits.shape[1], device=logits.device)
+    before = (logits > own_logits) | ((logits == own_logits) & (ids < own))
+    best = tokens.new_zeros(len(logits), 0)
     if num_top:
-        best = raw.sort(dim=1, descending=True, stable=True).indices[:, :num_top]
+        best = logits.sort(dim=1, descending=True, stable=True).indices[:, :num_top]
+
+    def logprobs(chosen: Tensor) -> Tensor:
+        return (chosen.double() - log_total).float()
+
     ranks = 1 + before.sum(dim=1)
-    return logprobs.gather(1, own)[:, 0].float(), ranks, best, logprobs.gather(1, best).float()
+    return logprobs(own_logits)[:, 0], ranks, best, logprobs(logits.gather(1, best))
 
 
 def join_results(parts: list[SamplerOutput]) -> SampleResult:

@@ -39,10 +39,11 @@ from octavo.executor.torch.triton.merge import merge_kernel
 from octavo.executor.torch.triton.prefill import prefill_kernel
 from octavo.executor.torch.triton.rope_write import rope_write
 from octavo.executor.torch.triton.shared_prefix import PrefixMask, array_names
+from octavo.executor.torch.weights.fp8 import E4M3
 from octavo.program import ops
 from octavo.program.program import Op, Program
 
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, E4M3)
 
 MOST_STATE_BYTES = 256 << 20
 """Maximum number of bytes of split states of one launch: enough for 256 requests of 32 heads of 128

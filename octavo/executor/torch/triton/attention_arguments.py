@@ -35,7 +35,7 @@ class Queries(NamedTuple):
 
 
 class PagedKv(NamedTuple):
-    """Keys and values of one layer as in `KvTensor`, and the block tables `[R, B]`."""
+    """Keys and values of one layer as in `KvTensor.raw`, and the block tables `[R, B]`."""
 
     k: Tensor
     v: Tensor
@@ -49,7 +49,7 @@ class PagedKv(NamedTuple):
 
     @staticmethod
     def of(call: AttentionCall) -> PagedKv:
-        k, v = call.k.numbers, call.v.numbers
+        k, v = call.k.raw, call.v.raw
         return PagedKv(
             k=k,
             v=v,

@@ -1,4 +1,4 @@
-"""Converts integer codes to floats by bit manipulation.
+"""Converts codes to floats, and floats to e4m3, by bit manipulation.
 
 On a GPU, converting an integer takes as long as eight other operations of a lane. But if a float's
 lowest bits are a code and the bits above are those of a power of two, the float equals that power
@@ -7,6 +7,10 @@ plus the code:
     fp32   4300 00cc << 16      128 + c       c of 4 bits; the upper half is a bf16
     fp32   4700 cc00            32768 + c     c of 8 bits
     bf16   43cc                 128 + c where c < 128; bit 7 of c is the exponent's lowest
+
+An e4m3 code has a float's fields already, with 4 bits of exponent and 3 of mantissa: moved to the
+top of a float's fields they are the same number, subnormal ones included, but for the difference
+of the exponents' biases. Its NaN becomes 480; no stored row has one.
 
 PTX instructions process four codes, the bytes of a word, at a time. Without PTX (Triton's
 interpreter, AMD GPUs), codes are converted normally, with the same results.
@@ -17,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.executor.torch.triton.numbers import PTX, rounded
+from octavo.executor.torch.triton.numbers import PTX, nearest_integer, rounded
 
 NIBBLE_BASE = tl.constexpr(128.0)
 """Offset that `based_nibbles` adds to each code."""
@@ -224,8 +228,19 @@ def bytes_in(codes, dtype: tl.constexpr):
 
 
 @triton.jit
-def unpack_int8_pairs(words, dtype: tl.constexpr):
-    """Converts the low and high bytes of int16 words, int8 codes, to two tiles in `dtype`."""
+def unpack_pairs(words, code_type: tl.constexpr, dtype: tl.constexpr):
+    """Converts the low and high bytes of int16 words to two tiles in `dtype`; they are int8 codes,
+    or e4m3 codes (`code_type` uint8).
+    """
+    if code_type == tl.uint8:
+        low, high = _unpack_e4m3_pairs(words, dtype)
+    else:
+        low, high = _unpack_int8_pairs(words, dtype)
+    return low, high
+
+
+@triton.jit
+def _unpack_int8_pairs(words, dtype: tl.constexpr):
     if PTX and dtype == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
             """{
@@ -250,3 +265,74 @@ def unpack_int8_pairs(words, dtype: tl.constexpr):
         low = rounded(((words << 8) >> 8).to(tl.float32), dtype)
         high = rounded((words >> 8).to(tl.float32), dtype)
     return low, high
+
+
+E4M3_LARGEST = tl.constexpr(448.0)
+
+E4M3_IN_BF16 = tl.constexpr("""{
+    .reg .b32 large, first, second, size;
+    mov.b32 large, 0x7b807b80;
+    prmt.b32 first, $2, 0, 0x1404;
+    prmt.b32 second, $2, 0, 0x3424;
+    and.b32 size, first, 0x7f007f00;
+    shr.u32 size, size, 4;
+    lop3.b32 first, first, 0x80008000, size, 0xea;
+    and.b32 size, second, 0x7f007f00;
+    shr.u32 size, size, 4;
+    lop3.b32 second, second, 0x80008000, size, 0xea;
+    fma.rn.bf16x2 $0, first, large, 0x80008000;
+    fma.rn.bf16x2 $1, second, large, 0x80008000;
+}""")
+"""Four e4m3 codes to bf16, two a register, in their order: fields moved, times 2^120."""
+
+E4M3_PAIRS_IN_BF16 = tl.constexpr(
+    E4M3_IN_BF16.value.replace("0x1404", "0x2404").replace("0x3424", "0x3414")
+)
+"""The same, but the first and third code in $0, the others in $1."""
+
+
+@triton.jit
+def e4m3_in(codes, dtype: tl.constexpr):
+    """Converts e4m3 codes, as uint8, to `dtype` exactly."""
+    if PTX and dtype == tl.bfloat16:
+        values = tl.inline_asm_elementwise(
+            E4M3_IN_BF16, "=r,=r,r", args=[codes], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    else:
+        values = _e4m3_bits_in(codes.to(tl.int32), dtype)
+    return values
+
+
+@triton.jit
+def _unpack_e4m3_pairs(words, dtype: tl.constexpr):
+    if PTX and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            E4M3_PAIRS_IN_BF16,
+            "=r,=r,r",
+            args=[words],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low = _e4m3_bits_in(words.to(tl.int32), dtype)
+        high = _e4m3_bits_in(words.to(tl.int32) >> 8, dtype)
+    return low, high
+
+
+@triton.jit
+def _e4m3_bits_in(bits, dtype: tl.constexpr):
+    """Converts the lowest byte of `bits` int32."""
+    moved = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
+    return rounded(moved.to(tl.float32, bitcast=True) * 1.329227995784916e36, dtype)
+
+
+@triton.jit
+def e4m3_codes(x):
+    """Rounds fp32 to e4m3 codes as uint8, ties to even; |x| is at most 448."""
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = nearest_integer(size * 512.0).to(tl.int32)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (tl.where(size < 0.015625, subnormal, normal) | sign).to(tl.uint8)

@@ -17,6 +17,7 @@ from octavo.executor.torch.plain import Norm, PlainKernels
 from octavo.executor.torch.triton import (
     act_mul,
     combine,
+    fp8_rows,
     grouped_linear,
     packed_linear,
     pick,
@@ -74,6 +75,9 @@ class TritonKernels:
                 else packed_linear.get_tile_rows(len(x))
             )
             return self._packed.product(x, product, tile_rows)
+        if not self.is_invariant and product.is_scaled and fp8_rows.supports(x):
+            rows, scales = fp8_rows.quantized(x)
+            return product.parts[0].scaled_product(rows, scales, product.bias, x.dtype)
         if not self.is_invariant and unpack.supports(product.parts, x.dtype):
             return F.linear(x, unpack.unpacked(product.parts, x.dtype, self._device), product.bias)
         return self._plainly(self._plain.product, x, product)
@@ -111,8 +115,10 @@ class TritonKernels:
             else self._plain.sums(x)
         )
 
-    def pick(self, d: Tensor, weights: Tensor, records: Tensor, *, cuts: bool) -> Tensor:
-        return pick.pick(d, weights, records, cuts=cuts, device=self._device)
+    def pick(
+        self, z: Tensor, top: Tensor, temperature: Tensor, records: Tensor, *, cuts: bool
+    ) -> Tensor:
+        return pick.pick(z, top, temperature, records, cuts=cuts, device=self._device)
 
     def _plainly(self, compute: Callable[[Tensor, Any], Tensor], x: Tensor, how: Any) -> Tensor:
         if not self.is_invariant or len(x) < 2:

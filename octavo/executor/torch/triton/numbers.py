@@ -21,9 +21,9 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 def dot_dtype(*operands: torch.dtype) -> tl.dtype:
     """Returns the dtype in which tiles of these dtypes are multiplied: one that represents all of
-    them. int8 codes fit any.
+    them. Codes of one byte fit any.
     """
-    kinds = {kind for kind in operands if kind.is_floating_point}
+    kinds = {kind for kind in operands if kind.itemsize > 1}
     same = kinds.pop() if len(kinds) == 1 else torch.float32
     return tl.float32 if same == torch.bfloat16 and is_interpreted() else TYPES[same]
 

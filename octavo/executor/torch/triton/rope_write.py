@@ -8,8 +8,8 @@ write.
     a head's columns     | start of them as they are | pairs that rotate | the rest as they are |
 
 Rotated numbers are rounded to the step's dtype first, as the separate op does, and then to the
-cache's dtype, so the bytes are identical. int8 has one bf16 scale for each token and head, absmax /
-127 (`kv_cache.as_int8`). Source: Su et al. 2021.
+cache's dtype, so the bytes are identical. int8 and e4m3 have one bf16 scale for each token and
+head, absmax / 127 or 448 (`kv_cache.as_int8`, `fp8.as_e4m3`). Source: Su et al. 2021.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.executor.torch.rope_write import RopeWriteCall
+from octavo.executor.torch.triton.codes import E4M3_LARGEST, e4m3_codes
 from octavo.executor.torch.triton.numbers import TYPES, nearest_integer, rounded
 from octavo.executor.torch.triton.tuning import tuned
 
@@ -38,7 +39,7 @@ class StridedRows(NamedTuple):
 
 
 class CacheSlots(NamedTuple):
-    """Keys and values of one layer as in `KvTensor`, and each row's slot, `[T]`."""
+    """Keys and values of one layer as in `KvTensor.raw`, and each row's slot, `[T]`."""
 
     k: Tensor
     v: Tensor
@@ -106,22 +107,27 @@ def largest(x):
 
 
 @triton.jit
-def get_scale(top, finite):
-    """Returns absmax / 127 rounded to bf16, in fp32; NaN if a row is not finite."""
+def get_scale(top, finite, code_type: tl.constexpr):
+    """Returns absmax / 127 (e4m3: 448) rounded to bf16, in fp32; NaN if a row is not finite."""
+    LARGEST: tl.constexpr = E4M3_LARGEST if code_type == tl.uint8 else 127.0
     return rounded(
-        tl.where(finite > 0, tl.div_rn(top, top * 0 + 127.0), float("nan")), tl.bfloat16
+        tl.where(finite > 0, tl.div_rn(top, top * 0 + LARGEST), float("nan")), tl.bfloat16
     ).to(tl.float32)
 
 
 @triton.jit
 def store(numbers, at, x, scale, inside):
-    """Stores `x [ROWS, columns]` at addresses `at`, as int8 codes if there is a `scale [ROWS]`."""
+    """Stores `x [ROWS, columns]` at addresses `at`, as codes if there is a `scale [ROWS]`."""
     if scale is None:
         tl.store(numbers + at, rounded(x, numbers.dtype.element_ty), mask=inside)
     else:
         wide = tl.broadcast_to(scale[:, None], x.shape)
-        codes = tl.minimum(tl.maximum(nearest_integer(tl.div_rn(x, wide)), -127.0), 127.0)
-        tl.store(numbers + at, tl.where(wide > 0, codes, 0.0).to(tl.int8), mask=inside)
+        scaled = tl.where(wide > 0, tl.div_rn(x, wide), 0.0)
+        if numbers.dtype.element_ty == tl.uint8:
+            codes = e4m3_codes(tl.minimum(tl.maximum(scaled, -E4M3_LARGEST), E4M3_LARGEST))
+        else:
+            codes = tl.minimum(tl.maximum(nearest_integer(scaled), -127.0), 127.0).to(tl.int8)
+        tl.store(numbers + at, codes, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -193,9 +199,9 @@ def rope_write_kernel(
                 other_top, other_finite = largest(k_rest)
                 top = tl.maximum(top, other_top)
                 finite = tl.minimum(finite, other_finite)
-            k_scale = get_scale(top, finite)
+            k_scale = get_scale(top, finite, cache.k.dtype.element_ty)
             top, finite = largest(values)
-            v_scale = get_scale(top, finite)
+            v_scale = get_scale(top, finite, cache.v.dtype.element_ty)
             tl.store(cache.k_scales + entry, rounded(k_scale, tl.bfloat16), mask=slot >= 0)
             tl.store(cache.v_scales + entry, rounded(v_scale, tl.bfloat16), mask=slot >= 0)
         store(cache.k, entry[:, None] * heads.K + one[None, :], k_first, k_scale, written & turns)
@@ -230,9 +236,7 @@ def rope_write(call: RopeWriteCall, device: str) -> Tensor:
         q=StridedRows.of(call.q),
         k=StridedRows.of(call.k),
         v=StridedRows.of(call.v),
-        cache=CacheSlots(
-            k_stored.numbers, v_stored.numbers, k_stored.scales, v_stored.scales, call.slots
-        ),
+        cache=CacheSlots(k_stored.raw, v_stored.raw, k_stored.scales, v_stored.scales, call.slots),
         angles=Angles(call.cos, call.sin),
         num_rows=num_rows,
         heads=HeadWidths.of(call),

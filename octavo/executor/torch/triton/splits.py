@@ -8,8 +8,8 @@ right (`merged`), so that one program walking over all splits and many programs 
 give the same bits. A lane's numbers depend on its own row and the shape of the tile, never on other
 lanes: keys that it does not see do not change its bits.
 
-K and V have the layout of `kv_cache.KvTensor`: `[blocks, 16, heads, width]`, int8 codes with a bf16
-scale for each token and head. Kernels get their arguments in the bundles of
+K and V have the layout of `kv_cache.KvTensor`: `[blocks, 16, heads, width]`, int8 codes or e4m3
+codes (as uint8) with a bf16 scale for each token and head. Kernels get their arguments in the bundles of
 `attention_arguments.py`. Sources: Dao et al. 2022 (tiles), Milakov and Gimelshein 2018 (merging),
 Kwon et al. 2023 (paging).
 """
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from octavo.executor.torch.triton.codes import bytes_in, unpack_int8_pairs
+from octavo.executor.torch.triton.codes import bytes_in, e4m3_in, unpack_pairs
 
 BLOCK_SIZE = tl.constexpr(16)
 SPLIT_KEYS = tl.constexpr(256)
@@ -146,7 +146,7 @@ def attend_keys(
     # A tile of few lanes reads values from shared memory transposed. Single bytes cannot be
     # transposed on the way, but pairs can: then even and odd columns are summed separately.
     IN_PAIRS: tl.constexpr = (
-        kv.v.dtype.element_ty == tl.int8
+        kv.v.dtype.element_ty.primitive_bitwidth == 8
         and acc.shape[0] < 64
         and widths.V % 2 == 0
         and kv.V_STRIDE % 2 == 0
@@ -203,7 +203,7 @@ def attend_keys(
                 mask=inside[:, None] & (pair < widths.V // 2)[None, :],
                 other=0,
             )
-            even, odd = unpack_int8_pairs(words, dtype)
+            even, odd = unpack_pairs(words, kv.v.dtype.element_ty, dtype)
             acc = weighted(weights, even, acc, kept, scoring)
             odd_acc = weighted(weights, odd, odd_acc, kept, scoring)
         else:
@@ -221,7 +221,13 @@ def attend_keys(
 @triton.jit
 def operand(numbers, dtype: tl.constexpr):
     """Converts keys or values to the dtype of the other operand."""
-    return bytes_in(numbers, dtype) if numbers.dtype == tl.int8 else numbers.to(dtype)
+    if numbers.dtype == tl.int8:
+        numbers = bytes_in(numbers, dtype)
+    elif numbers.dtype == tl.uint8:
+        numbers = e4m3_in(numbers, dtype)
+    else:
+        numbers = numbers.to(dtype)
+    return numbers
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.executor.torch.weights.fp8 import E4M3, is_scaled, scaled_product
+from octavo.executor.torch.weights.fp8 import E4M3, as_e4m3, is_scaled, scaled_product
 from octavo.quant.packed import Levels, NibbleOrder, PackedWeight
 
 BITS_OF: dict[str, torch.dtype] = {
@@ -198,9 +198,16 @@ class DeviceWeight:
         """Computes x `[T, in]` @ weight^T + `bias [out]`: `[T, out]` in x's dtype."""
         if not self.is_scaled:
             return linear(x, self.floats(x.dtype), bias)
+        return self.scaled_product(*as_e4m3(x.float()), bias, x.dtype)
+
+    def scaled_product(
+        self, rows: Tensor, row_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Computes the product of quantized rows (`fp8.as_e4m3`), `[T, out]` in `dtype`."""
         assert self.scales is not None
-        out = scaled_product(x, self.codes, self.scales.values)
-        return (out if bias is None else out + bias).to(x.dtype)
+        return scaled_product(
+            rows, row_scales, self.codes, self.scales.values, bias=bias, dtype=dtype
+        )
 
     def floats(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight as floats, `[..., out, in]`; packed weights are dequantized in fp32,

@@ -5,9 +5,9 @@ quantizes each row to e4m3 and multiplies codes. This needs a device with scaled
 capability 8.9 or newer, CPU) and widths that are multiples of 16. Everything else (block scales,
 experts, tables, latent attention, other devices) is converted to the step's dtype when read.
 
-The matmul gets no scales: its fp32 sums are multiplied by both scales afterwards, which is the same
-on every device and PyTorch since 2.9. Source of the limits: torch._scaled_mm
-(aten/src/ATen/native/cuda/ScaledBlas.cpp).
+The matmul applies both scales and rounds once, to the step's dtype. CUDA's kernels with a scale for
+each row write bf16 only: for other dtypes the scales are applied to fp32 sums afterwards. Source of
+the limits: torch._scaled_mm (aten/src/ATen/native/cuda/ScaledBlas.cpp and RowwiseScaledMM.cu).
 """
 
 from __future__ import annotations
@@ -45,14 +45,34 @@ def has_scaled_product(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def scaled_product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Multiplies `x [T, in]` by `codes [out, in] e4m3` with `scales [out, 1] fp32`: `[T, out]
-    fp32`.
+def scaled_product(
+    rows: Tensor,
+    row_scales: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Multiplies `rows [T, in] e4m3` with `row_scales [T, 1] fp32` by `codes [out, in] e4m3` with
+    `scales [out, 1] fp32` and adds `bias [out]`: `[T, out]` in `dtype`.
+
+    On CUDA sums have fewer bits than fp32 (`use_fast_accum`), as in other engines.
     """
-    rows, row_scales = as_e4m3(x.float())
-    one = torch.ones((), dtype=torch.float32, device=x.device)
-    sums = torch._scaled_mm(rows, codes.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return sums * row_scales * scales[:, 0]
+    if rows.is_cuda and dtype != torch.bfloat16:
+        one = torch.ones((), dtype=torch.float32, device=rows.device)
+        sums = torch._scaled_mm(rows, codes.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+        product = sums * row_scales * scales[:, 0]
+    else:
+        product = torch._scaled_mm(
+            rows,
+            codes.t(),
+            scale_a=row_scales,
+            scale_b=scales.t(),
+            out_dtype=dtype,
+            use_fast_accum=True,
+        )
+    return (product if bias is None else product + bias).to(dtype)
 
 
 def as_e4m3(rows: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

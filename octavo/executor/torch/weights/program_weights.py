@@ -33,6 +33,11 @@ class Product:
     bias: Tensor | None
     """Biases of all outputs, `[sum of out]`."""
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether there is one weight, whose stored e4m3 codes are multiplied."""
+        return len(self.parts) == 1 and self.parts[0].is_scaled
+
     def __call__(self, x: Tensor, linear: LinearFn = F.linear) -> Tensor:
         """Multiplies `x [T, in]`, floats by `linear`; returns `[T, sum of out]`."""
         if len(self.parts) == 1:

@@ -16,7 +16,7 @@ from octavo.executor.kv import BLOCK_SIZE
 from octavo.executor.torch.attention.call import AttentionCall, Bias
 from octavo.executor.torch.attention.query_rows import make_query_rows
 from octavo.executor.torch.attention.sdpa import Sdpa
-from octavo.executor.torch.kv_cache import KvTensor
+from octavo.executor.torch.kv_cache import CODES, KvTensor
 from octavo.executor.torch.step import step_arrays
 from octavo.executor.torch.triton.attention import TritonAttention
 
@@ -87,10 +87,10 @@ class Case:
             at = np.arange(context)
             written[self.batch.block_tables[0, request][at // BLOCK_SIZE], at % BLOCK_SIZE] = True
         rows[~written] = torch.nan
-        if self.kv != torch.int8:
+        if self.kv not in CODES:
             return KvTensor(rows.to(self.kv).to(DEVICE))
         made = KvTensor(
-            torch.zeros(rows.shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.bfloat16)
+            torch.zeros(rows.shape, dtype=self.kv), torch.zeros(shape, dtype=torch.bfloat16)
         )
         made.write(torch.arange(shape[0] * BLOCK_SIZE), rows.flatten(0, 1))
         assert made.scales is not None

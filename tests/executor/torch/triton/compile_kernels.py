@@ -18,6 +18,7 @@ from octavo.executor.torch.triton import attention_arguments as bundles
 from octavo.executor.torch.triton.act_mul import ACTIVATIONS, act_mul_kernel
 from octavo.executor.torch.triton.combine import combine_kernel
 from octavo.executor.torch.triton.decode import decode_kernel
+from octavo.executor.torch.triton.fp8_rows import quantize_kernel
 from octavo.executor.torch.triton.grouped_linear import ExpertTiles, grouped_linear_kernel
 from octavo.executor.torch.triton.matrix_tile import MatrixBytes
 from octavo.executor.torch.triton.merge import merge_kernel
@@ -148,6 +149,8 @@ def rows(dtype, *, everything):
         compile_for_h100(act_mul_kernel, gate, launch)
     sums = {"x": dtype, "weights": "*fp32", "out": dtype}
     compile_for_h100(combine_kernel, sums, {"NUM": 8, "BLOCK": 1024})
+    quantized = {"x": dtype, "codes": "*u8", "scales": "*fp32"}
+    compile_for_h100(quantize_kernel, quantized, {"BLOCK": 4096, "num_warps": 8})
 
 
 def products(dtype, *, everything):
@@ -228,6 +231,7 @@ CALLS = {
         v_stride=80,
         runs=("*i32", "*i32", "*i32", 1),
     ),
+    "fp8": call_of(kv="*u8", scales="*bf16"),
     "chunks": call_of(chunk=8192),
     "slopes": call_of("*fp16", "*fp16", bias="*fp32", bias_kind=SLOPES, dtype=tl.float16),
     "by distance": call_of(bias="*fp32", bias_kind=BY_DISTANCE, limit=128, full=True),
@@ -265,8 +269,8 @@ def writes(dtype, *, everything):
     heads = HeadWidths(*constants(32, 8, 128, 128, 128))
     whole = TurnedPairs(*constants(0, 64, 1, 64, 64, 0))
     part = TurnedPairs(*constants(0, 16, 2, 1, 16, 128))
-    for kv in ("*bf16", "*i8", "*fp32") if everything else ("*i8",):
-        scales = "*bf16" if kv == "*i8" else None
+    for kv in ("*bf16", "*i8", "*u8", "*fp32") if everything else ("*i8", "*u8"):
+        scales = "*bf16" if kv in ("*i8", "*u8") else None
         types = dict.fromkeys("qkv", StridedRows(dtype, "i32")) | {"q_out": dtype, "heads": heads}
         types["cache"] = CacheSlots(kv, kv, scales, scales, "*i64")
         types["angles"] = Angles("*fp32", "*fp32")
@@ -276,9 +280,9 @@ def writes(dtype, *, everything):
 
 
 def draws():
-    row = {"d": "*fp64", "weights": "*fp64", "records": "*i32", "tokens": "*i64"}
-    for cuts in (True, False):
-        compile_for_h100(pick_kernel, row | {"CUTS": cuts}, tuned("pick", "*"))
+    row = {"tops": "*fp64", "temperatures": "*fp64", "records": "*i32", "tokens": "*i64"}
+    for z, cuts in product(("*bf16", "*fp64"), (True, False)):
+        compile_for_h100(pick_kernel, row | {"z": z, "CUTS": cuts}, tuned("pick", "*"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 from octavo.executor.base import BackendOptions
 from octavo.executor.reference.backend import ReferenceBackend
 from octavo.executor.torch.backend import TorchBackend
+from octavo.executor.torch.kv_cache import CODES
 from octavo.executor.torch.triton import attention
 from octavo.executor.torch.triton.attention import TritonAttention
 from tests.executor.native.test_attention import HEADS, MASKS, Run, Shape, chunks, mixed
@@ -99,15 +100,16 @@ def test_widths(k_width, v_width):
     assert_close(Case(k_width=k_width, v_width=v_width, requests=((1, 290), (20, 30))))
 
 
-@pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16, torch.float16, *CODES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_types_of_values_and_cache(dtype, kv):
     assert_close(Case(dtype=dtype, kv=kv, requests=((1, 290), (20, 30)), sinks=True))
 
 
+@pytest.mark.parametrize("kv", CODES)
 @pytest.mark.parametrize("name", ["causal", "window over splits", "all at once", "latent"])
-def test_int8(name):
-    assert_close(replace(CASES[name], kv=torch.int8))
+def test_codes(name, kv):
+    assert_close(replace(CASES[name], kv=kv))
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -165,6 +167,7 @@ def backend(kv="fp32", *, fixed_tiles=False, **options):
     )
 
 
+KINDS = ("fp32", "bf16", "int8", "fp8")
 CHOSEN = [
     "three a head",
     "odd widths",
@@ -177,8 +180,8 @@ CHOSEN = [
 
 def cases_of_native():
     for name in [*HEADS, *MASKS]:
-        for kv in ("fp32", "bf16", "int8"):
-            quick = name in CHOSEN and kv == ("fp32", "bf16", "int8")[CHOSEN.index(name) % 3]
+        for kv in KINDS:
+            quick = name in CHOSEN and kv == KINDS[CHOSEN.index(name) % len(KINDS)]
             yield pytest.param(name, kv, marks=() if quick else pytest.mark.slow)
 
 

@@ -59,7 +59,7 @@ def test_families_in_chunks_beside_padding(family):
     assert (RopeWrite in kinds) == (family in FUSED)
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
 def test_caches_of_fewer_bits(kv):
     """Triton's KV write stores the same bytes as plain torch, and both read the same of them."""
     tiny = tiny_model("llama")

@@ -51,11 +51,13 @@ def words_of(records):
     return torch.from_numpy(record_words(records)).to(DEVICE)
 
 
-def picked(d, weights, *, cuts=False, **fields):
+def picked(z, *, cuts=False, **fields):
     """Returns the kernel's tokens of rows whose records have these fields."""
-    records = words_of(sampling_records(len(d), temperature=1.0, **fields))
-    d, weights = (torch.from_numpy(array).to(DEVICE) for array in (d, weights))
-    return pick.pick(d, weights, records, cuts=cuts, device=device_name(DEVICE)).cpu().numpy()
+    records = words_of(sampling_records(len(z), temperature=1.0, **fields))
+    z = torch.from_numpy(z).to(DEVICE)
+    ones = torch.ones(len(z), dtype=torch.float64, device=DEVICE)
+    found = pick.pick(z, z.amax(dim=1), ones, records, cuts=cuts, device=device_name(DEVICE))
+    return found.cpu().numpy()
 
 
 @pytest.mark.parametrize(
@@ -149,12 +151,12 @@ def leaders(d, kept, **fields):
 @pytest.mark.slow
 def test_values_of_every_size_in_one_row():
     """Values that differ in their last bit, and others hundreds apart, are cut in their order."""
-    d = np.array([[0, 1e-300, 5e-324, -1e-16, -700, 1, np.nextafter(1, 2), -1e-3, 1, -744]])
+    d = np.array([[0, -1e-300, -5e-324, -1e-16, -700, -1, np.nextafter(-1, 0), -1e-3, -1, -744]])
     order = np.argsort(-d[0], kind="stable")
     for k in range(1, 11):
         rows, fields = np.repeat(d, 12, axis=0), {"position": np.arange(12)}
         kept = np.sort(order[:k])
-        found = picked(rows, np.exp(rows), cuts=True, top_k=k, **fields)
+        found = picked(rows, cuts=True, top_k=k, **fields)
         assert found.tolist() == leaders(rows, kept, **fields)
 
 
@@ -180,21 +182,30 @@ def test_extreme_temperatures(temperature):
 
 def test_rows_without_weights_and_no_rows():
     """A row of which no token may be drawn gives token 0, and no rows give no tokens."""
-    d, weights = np.full((2, 7), -np.inf), np.zeros((2, 7))
-    assert picked(d, weights).tolist() == picked(d, weights, cuts=True, top_k=3).tolist() == [0, 0]
-    assert picked(d[:0], weights[:0]).shape == (0,)
+    z = np.full((2, 7), -np.inf)
+    assert picked(z).tolist() == picked(z, cuts=True, top_k=3).tolist() == [0, 0]
+    assert picked(z[:0]).shape == (0,)
 
 
-def test_plain_draws_the_same():
-    """The kernel draws what plain torch draws, with cuts and without."""
+def test_the_best_tokens_may_be_excluded():
+    """Of tokens far below an excluded one the best is drawn (XTC excludes the most likely)."""
+    z = torch.full((6, 300), -30.0, dtype=torch.float64, device=DEVICE)
+    z[:, 7], z[:, 250] = -torch.inf, -12.0
+    records = words_of(sampling_records(6, temperature=1.0, position=np.arange(6)))
+    zeros = z.new_zeros(6)
+    found = TRITON.pick(z, zeros, zeros + 1, records, cuts=False)
+    assert torch.equal(found, PlainKernels().pick(z, zeros, zeros + 1, records, cuts=False))
+    assert found.tolist() == [250] * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_plain_draws_the_same(dtype):
+    """The kernel draws what plain torch draws from logits of any dtype, with cuts and without."""
     g = rng(0)
-    z = torch.from_numpy(3 * g.normal(size=(40, 300))).to(DEVICE)
-    d = z - z.amax(dim=1, keepdim=True)
-    records = words_of(
-        sampling_records(
-            40, position=np.arange(40), top_k=g.integers(0, 60, 40), top_p=g.random(40)
-        )
-    )
+    z = torch.from_numpy(3 * g.normal(size=(40, 300))).to(DEVICE, dtype)
+    top, temperature = z.double().amax(dim=1), torch.from_numpy(g.uniform(0.2, 2, 40)).to(DEVICE)
+    fields = {"top_k": g.integers(0, 60, 40), "top_p": g.random(40), "min_p": g.random(40) / 9}
+    records = words_of(sampling_records(40, position=np.arange(40), **fields))
     for cuts in (True, False):
-        plain = PlainKernels().pick(d, torch.exp(d), records, cuts=cuts)
-        assert torch.equal(plain, TRITON.pick(d, torch.exp(d), records, cuts=cuts))
+        plain = PlainKernels().pick(z, top, temperature, records, cuts=cuts)
+        assert torch.equal(plain, TRITON.pick(z, top, temperature, records, cuts=cuts))
