@@ -65,6 +65,9 @@ class BackendOptions:
     max_context: int = 8192
     max_drafted: int = 0
     """Largest number of drafted tokens per request that a step verifies."""
+    num_adapters: int = 0
+    """Number of adapter slots."""
+    max_adapter_rank: int = 0
     gpu_memory_utilization: float = 0.92
     """Fraction of a device's own memory that may be used in total, from 0 to 1."""
     attention_backend: str = "auto"

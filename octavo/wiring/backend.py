@@ -75,6 +75,8 @@ def _backend_options(config: EngineConfig) -> BackendOptions:
         max_requests=config.scheduler.max_num_seqs,
         max_context=config.model.max_model_len,
         max_drafted=config.scheduler.spec_tokens if config.scheduler.uses_speculation else 0,
+        num_adapters=config.lora.num_slots,
+        max_adapter_rank=config.lora.max_lora_rank,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,
         attention_backend=config.backend.attention_backend,
         torch_kernels=config.backend.torch_kernels,

@@ -1,13 +1,19 @@
 """LoRA adapters on a PyTorch device: updates of matmul rows and embedding rows, by adapter slot.
 
-Sums are in fp32 and rounded once. Rows with the same adapter are computed together; rows without
-one are unchanged. In a step with a single row, its bits depend only on that row.
+    A [1 + slots, R, in], B [1 + slots, out, R]  of each Linear, in the step's dtype
+    row t with slot s:   y[t] + B[1 + s] (A[1 + s] x[t]);   matrices 0 are zero, for rows without
+
+Both matmuls are those of experts, where the expert of a row is its slot: shapes do not depend on
+which rows have adapters, so that a CUDA graph can contain them. Updates with a gain or bias, and of
+embedding tables, are applied outside of graphs. The scales are part of B; on a Linear of several
+matrices, A stacks theirs, and B is block diagonal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,142 +21,230 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.executor.base import PackedAdapter
-from octavo.executor.torch.full_vectors import linear_by_tiles
-from octavo.executor.torch.weights.device_weight import to_device
+from octavo.executor.torch.kernels import Kernels
+from octavo.executor.torch.weights.device_weight import DeviceWeight
 from octavo.program import ops
-from octavo.program.low_rank import LowRank, Site, Updates
+from octavo.program.low_rank import Site, Updates
 from octavo.program.program import Op, Program
+
+RANK_STEP = 16
+"""Ranks are padded to a multiple, so that rows of B are aligned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TorchUpdate:
-    """A LowRank as tensors, for some columns of a matmul's output or for a table."""
+class OpUpdate:
+    """One adapter's update of all outputs of an op, y = gain * (W x + b (a x)) + bias; the gain
+    leaves out the base model's bias.
+    """
 
-    start: int
-    """First output column."""
-    end: int
     a: Tensor
+    """`[r, in]`; for a table `[V, r]`."""
     b: Tensor
-    scales: Tensor
+    """`[out, r]`"""
     gain: Tensor | None
     bias: Tensor | None
 
-    def on(self, device: torch.device) -> TorchUpdate:
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
-        return TorchUpdate(
-            self.start,
-            self.end,
-            self.a.to(device),
-            self.b.to(device),
-            self.scales.to(device),
-            gain=moved(self.gain),
-            bias=moved(self.bias),
-        )
-
-    def change(self, y: Tensor, base_bias: Tensor | None, h: Tensor) -> Tensor:
-        """Returns y `[rows, out]` with the update, given A x `[rows, r]`, all in fp32.
-
-        `base_bias` is included in y but not scaled by the gain.
-        """
-        added = linear_by_tiles(self.scales * h, self.b.float())
-        if self.gain is None:
-            y = y + added
-        elif base_bias is None:
-            y = (y + added) * self.gain
-        else:
-            y = (y - base_bias + added) * self.gain + base_bias
-        return y if self.bias is None else y + self.bias
-
     @property
     def num_bytes(self) -> int:
-        tensors = (self.a, self.b, self.scales, self.gain, self.bias)
+        tensors = (self.a, self.b, self.gain, self.bias)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-OpUpdates = Mapping[int, tuple[TorchUpdate, ...]]
-"""Updates of one adapter, by op id."""
+class AdapterRows(NamedTuple):
+    """Adapters of some rows."""
+
+    matrices: Tensor
+    """Index of each row's matrices, `[T] int64`: 1 + slot, 0 for none."""
+    layout: Any
+    """`Kernels.rows_of_experts`."""
+
+
+@dataclass(slots=True, eq=False)
+class Stack:
+    """The updates of one Linear by all adapters."""
+
+    a: Tensor
+    b: Tensor
+    gain: Tensor | None = None
+    """`[1 + slots, out] fp32`, if an adapter has gains or biases."""
+    bias: Tensor | None = None
+
+    @staticmethod
+    def zeros(
+        num: int, rank: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> Stack:
+        """Returns `num` zero matrices for `widths` inputs and outputs."""
+        a = torch.zeros(num, rank, widths[0], dtype=dtype, device=device)
+        return Stack(a, torch.zeros(num, widths[1], rank, dtype=dtype, device=device))
+
+    def grown(self, num: int, rank: int) -> Stack:
+        """Returns a stack of at least `num` matrices of this rank; itself if it is one."""
+        old_num, old_rank, inputs = self.a.shape
+        if num <= old_num and rank <= old_rank:
+            return self
+        num, rank = max(num, old_num), max(rank, old_rank)
+        widths = (inputs, self.b.shape[1])
+        made = Stack.zeros(num, rank, widths, self.a.dtype, self.a.device)
+        made.a[:old_num, :old_rank] = self.a
+        made.b[:old_num, :, :old_rank] = self.b
+        if self.gain is not None and self.bias is not None:
+            made._add_gain()
+            assert made.gain is not None and made.bias is not None
+            made.gain[:old_num], made.bias[:old_num] = self.gain, self.bias
+        return made
+
+    def put(self, index: int, update: OpUpdate | None) -> None:
+        """Sets the matrices of one adapter; None: no update."""
+        self.a[index], self.b[index] = 0, 0
+        if self.gain is not None and self.bias is not None:
+            self.gain[index], self.bias[index] = 1, 0
+        if update is None:
+            return
+        rank = len(update.a)
+        self.a[index, :rank] = update.a.to(self.a.device)
+        self.b[index, :, :rank] = update.b.to(self.b.device)
+        if update.gain is None and update.bias is None:
+            return
+        if self.gain is None:
+            self._add_gain()
+        assert self.gain is not None and self.bias is not None
+        if update.gain is not None:
+            self.gain[index] = update.gain.to(self.gain.device)
+        if update.bias is not None:
+            self.bias[index] = update.bias.to(self.bias.device)
+
+    def _add_gain(self) -> None:
+        num, outputs = self.b.shape[:2]
+        self.gain = torch.ones(num, outputs, dtype=torch.float32, device=self.b.device)
+        self.bias = torch.zeros_like(self.gain)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.a, self.b, self.gain, self.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class TorchAdapters:
     """Adapters of a Program, by slot. Implements `base.AdapterSlots`."""
 
-    def __init__(self, program: Program, device: torch.device) -> None:
-        self.by_slot: dict[int, OpUpdates] = {}
-        self._device = device
+    def __init__(self, program: Program, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype` is the compute dtype of matmuls."""
+        self._device, self._dtype = device, dtype
+        self._linears = {
+            id(op): op for op in program.ops if isinstance(op, ops.Linear) and op.sites
+        }
         self._sites_of_ops = {
             id(op): _get_column_ranges(op) for op in program.ops if _get_column_ranges(op)
         }
+        self._stacks: dict[int, Stack] = {}
+        self._num_slots, self._rank = 0, 0
+        self._tables: dict[int, dict[int, OpUpdate]] = {}
+        """Updates of embedding tables, by op and slot."""
+        self._not_in_graphs: set[int] = set()
+        """Slots of adapters whose steps replay no graph."""
+
+    def reserve(self, num_slots: int, rank: int, *, now: bool) -> None:
+        """Sets the number of slots and the highest rank, so that matrices have the same shapes
+        from the first adapter on; with `now` allocates all of them, at addresses that do not
+        change.
+        """
+        self._num_slots, self._rank = num_slots, rank
+        for op in self._linears.values() if now and num_slots else ():
+            self._stack(op, len(op.weights_) * rank)
 
     def pack(self, updates: Updates) -> PackedAdapter:
-        parts: dict[int, tuple[TorchUpdate, ...]] = {}
+        parts: dict[int, OpUpdate] = {}
         for op, sites in self._sites_of_ops.items():
-            site_updates = tuple(
-                _pack(updates[site], start, end) for site, start, end in sites if site in updates
-            )
-            if site_updates:
-                parts[op] = site_updates
-        num_bytes = sum(update.num_bytes for some in parts.values() for update in some)
-        return PackedAdapter(num_bytes, parts)
+            if any(site in updates for site, _, _ in sites):
+                is_table = op not in self._linears
+                parts[op] = _pack(updates, sites, torch.float32 if is_table else self._dtype)
+        return PackedAdapter(sum(update.num_bytes for update in parts.values()), parts)
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
-        self.by_slot[slot] = {
-            op: tuple(update.on(self._device) for update in updates)
-            for op, updates in adapter.parts.items()
-        }
+        self.drop(slot)
+        parts: dict[int, OpUpdate] = adapter.parts
+        self._num_slots = max(self._num_slots, slot + 1)
+        for key, op in self._linears.items():
+            update = parts.get(key)
+            if update is not None or key in self._stacks:
+                rank = 0 if update is None else len(update.a)
+                self._stack(op, max(rank, len(op.weights_) * self._rank)).put(slot + 1, update)
+        for key, update in parts.items():
+            if key not in self._linears:
+                moved = (update.a.to(self._device), update.b.to(self._device))
+                gain, bias = (
+                    None if part is None else part.to(self._device)
+                    for part in (update.gain, update.bias)
+                )
+                self._tables.setdefault(key, {})[slot] = OpUpdate(*moved, gain, bias)
+            if key not in self._linears or update.gain is not None or update.bias is not None:
+                self._not_in_graphs.add(slot)
 
     def drop(self, slot: int) -> None:
-        self.by_slot.pop(slot, None)
+        self._not_in_graphs.discard(slot)
+        for by_slot in self._tables.values():
+            by_slot.pop(slot, None)
 
     @property
     def num_bytes(self) -> int:
-        return sum(
-            update.num_bytes
-            for updates in self.by_slot.values()
-            for some in updates.values()
-            for update in some
-        )
+        tables = sum(u.num_bytes for by_slot in self._tables.values() for u in by_slot.values())
+        return tables + sum(stack.num_bytes for stack in self._stacks.values())
 
+    def are_in_graphs(self, slots: NDArray[np.int32] | None) -> bool:
+        """Returns whether graphs with adapters compute what the adapters of rows `[T]` update."""
+        return slots is None or self._not_in_graphs.isdisjoint(np.unique(slots).tolist())
 
-@dataclass(frozen=True, slots=True)
-class StepAdapters:
-    by_slot: Mapping[int, OpUpdates]
-    slots: tuple[int, ...]
-    """Adapter slots that the step uses."""
-
-    @staticmethod
-    def of(adapters: TorchAdapters, rows: NDArray[np.int32] | None) -> StepAdapters | None:
-        """Returns the adapters of rows `[T]`; None if no row has one."""
-        if rows is None:
-            return None
-        slots = tuple(int(slot) for slot in np.unique(rows) if slot >= 0)
-        return StepAdapters(adapters.by_slot, slots) if slots else None
+    def rows(self, slots: Tensor, kernels: Kernels) -> AdapterRows:
+        """Returns the adapters of rows with these slots `[T]`; -1: none."""
+        matrices = slots.long() + 1
+        return AdapterRows(matrices, kernels.rows_of_experts(matrices, self._num_slots + 1))
 
     def product(
-        self, op: ops.Linear, x: Tensor, y: Tensor, rows: Tensor, bias: Tensor | None
+        self,
+        op: ops.Linear,
+        x: Tensor,
+        y: Tensor,
+        *,
+        rows: AdapterRows,
+        bias: Tensor | None,
+        kernels: Kernels,
     ) -> Tensor:
-        """Applies updates to the matmul output y `[T, out]` of x `[T, in]`; `rows [T]` are adapter
-        slots.
+        """Applies updates to the matmul output y `[T, out]` of x `[T, in]`, which includes the base
+        model's `bias [out]`.
         """
-        for slot in self.slots:
-            for update in self.by_slot[slot].get(id(op), ()):
-                indices = (rows == slot).nonzero()[:, 0]
-                columns = slice(update.start, update.end)
-                h = x[indices].float() @ update.a.float().T
-                base_bias = None if bias is None else bias[columns].float()
-                changed = update.change(y[indices, columns].float(), base_bias, h)
-                y[indices, columns] = changed.to(y.dtype)
+        stack = self._stacks.get(id(op))
+        if stack is None:
+            return y
+        h = kernels.grouped(x, rows.layout, _plain(stack.a), None)
+        added = kernels.grouped(h, rows.layout, _plain(stack.b), None)
+        if stack.gain is None or stack.bias is None:
+            return y + added
+        base = 0.0 if bias is None else bias.float()
+        gained = (y.float() - base + added.float()) * stack.gain[rows.matrices] + base
+        return (gained + stack.bias[rows.matrices]).to(y.dtype)
+
+    def table(self, op: ops.Embedding, ids: Tensor, y: Tensor, rows: AdapterRows) -> Tensor:
+        """Applies updates to embedding rows y `[T, W]`, in fp32."""
+        for slot, update in self._tables.get(id(op), {}).items():
+            at = (rows.matrices == slot + 1).nonzero()[:, 0]
+            added = (update.a[ids[at]] * op.scale) @ update.b.T
+            updated = y[at] + added if update.gain is None else (y[at] + added) * update.gain
+            y[at] = updated if update.bias is None else updated + update.bias
         return y
 
-    def table(self, op: ops.Embedding, ids: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-        """Applies updates to embedding rows y `[T, W]`, in fp32."""
-        for slot in self.slots:
-            for update in self.by_slot[slot].get(id(op), ()):
-                indices = (rows == slot).nonzero()[:, 0]
-                h = update.a[ids[indices]].float() * op.scale
-                y[indices] = update.change(y[indices], None, h)
-        return y
+    def _stack(self, op: ops.Linear, rank: int) -> Stack:
+        """Returns the stack of an op, for all slots and at least this rank."""
+        num, rank = self._num_slots + 1, -(-rank // RANK_STEP) * RANK_STEP
+        stack = self._stacks.get(id(op))
+        if stack is None:
+            widths = (op.x.width, sum(weight.shape[0] for weight in op.weights_))
+            stack = Stack.zeros(num, rank, widths, self._dtype, self._device)
+        self._stacks[id(op)] = stack = stack.grown(num, rank)
+        return stack
+
+
+def _plain(matrices: Tensor) -> DeviceWeight:
+    return DeviceWeight(matrices, matrices.shape[-1], 8 * matrices.dtype.itemsize)
 
 
 def _get_column_ranges(op: Op) -> list[tuple[Site, int, int]]:
@@ -166,18 +260,34 @@ def _get_column_ranges(op: Op) -> list[tuple[Site, int, int]]:
     return ranges
 
 
-def _pack(update: LowRank, start: int, end: int) -> TorchUpdate:
-    host = torch.device("cpu")
-
-    def tensor(array: NDArray | None) -> Tensor | None:
-        return None if array is None else to_device(array, host)
-
-    return TorchUpdate(
-        start,
-        end,
-        to_device(update.a, host),
-        to_device(update.b, host),
-        to_device(update.scales.astype(np.float32), host),
-        gain=tensor(update.gain),
-        bias=tensor(update.bias),
+def _pack(updates: Updates, sites: Sequence[tuple[Site, int, int]], dtype: torch.dtype) -> OpUpdate:
+    """Joins the updates of an op's matrices."""
+    num_outputs = sites[-1][2]
+    found = [(updates[site], start, end) for site, start, end in sites if site in updates]
+    rank = sum(update.rank for update, _, _ in found)
+    b = np.zeros((num_outputs, rank), np.float32)
+    first = 0
+    for update, start, end in found:
+        b[start:end, first : first + update.rank] = _floats(update.b) * update.scales
+        first += update.rank
+    gain = bias = None
+    if any(update.gain is not None for update, _, _ in found):
+        gain = np.ones(num_outputs, np.float32)
+    if any(update.bias is not None for update, _, _ in found):
+        bias = np.zeros(num_outputs, np.float32)
+    for update, start, end in found:
+        if gain is not None and update.gain is not None:
+            gain[start:end] = update.gain
+        if bias is not None and update.bias is not None:
+            bias[start:end] = update.bias
+    a = np.concatenate([_floats(update.a) for update, _, _ in found])
+    return OpUpdate(
+        torch.from_numpy(a).to(dtype),
+        torch.from_numpy(b).to(dtype),
+        gain=None if gain is None else torch.from_numpy(gain),
+        bias=None if bias is None else torch.from_numpy(bias),
     )
+
+
+def _floats(array: NDArray) -> NDArray[np.float32]:
+    return array.astype(np.float32)

@@ -120,6 +120,11 @@ class TorchBackend(Backend):
         weights = load_weights(optimized, once.load, self.device, dtype)
         runtime = self._runtime(optimized, dtype, attention)
         prepared = TorchProgram(optimized, weights, runtime, self._kv_layouts(optimized, dtype))
+        prepared.adapters.reserve(
+            self.options.num_adapters,
+            self.options.max_adapter_rank,
+            now=self.device.type == "cuda",
+        )
         if self._memory is not None:
             with COMPILATIONS.expected():
                 self._memory.measure(prepared.weight_bytes, lambda: self.run_largest_step(prepared))
@@ -191,7 +196,10 @@ class TorchBackend(Backend):
             return shapes_up_to(min(max_requests, expert_rows // most_experts))
         # Padded rows within a request would change a recurrence's state.
         has_states = any(group.kind == "state" for group in program.groups)
-        return shapes_up_to(max_requests, 0 if has_states else self.options.max_drafted)
+        shapes = shapes_up_to(max_requests, 0 if has_states else self.options.max_drafted)
+        if self.options.num_adapters and expert_rows is None:
+            shapes += tuple(shape._replace(adapters=True) for shape in shapes)
+        return shapes
 
     def against_graphs(self, program: Program, dtype: torch.dtype) -> str:
         """Returns the reason why decode steps cannot be captured; "" if they can."""

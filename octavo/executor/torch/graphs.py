@@ -49,6 +49,8 @@ class GraphShape(NamedTuple):
     requests: int
     rows: int
     """Rows of each request."""
+    adapters: bool = False
+    """Whether rows may have LoRA adapters."""
 
     @property
     def num_rows(self) -> int:
@@ -135,7 +137,14 @@ class DecodeGraphs:
         """
         counts = np.diff(batch.query_starts)
         num, most = len(counts), int(counts.max(initial=0))
-        fitting = (s for s in self.graphs if s.requests >= num and s.rows >= most)
+        adapters = batch.adapter_rows
+        fitting = (
+            shape
+            for shape in self.graphs
+            if shape.requests >= num
+            and shape.rows >= most
+            and shape.adapters == (adapters is not None)
+        )
         shape = min(fitting, key=lambda fits: fits.num_rows, default=None)
         if shape is None or not _is_generation(batch) or batch.block_tables.shape[2] > self.width:
             return None
@@ -154,6 +163,7 @@ class DecodeGraphs:
             slots=rows(batch.slots, -1),
             block_tables=_fill(batch.block_tables, (len(batch.slots), requests, self.width), -1),
             sample_rows=np.arange(shape.num_rows, dtype=np.int32),
+            adapter_rows=None if adapters is None else rows(adapters, -1),
             last_tokens=None if last is None else replace(last, sources=rows(last.sources, -1)),
         )
         return PaddedStep(padded, shape, at[batch.sample_rows])
@@ -174,6 +184,7 @@ def step_to_capture(shape: GraphShape, width: int, num_groups: int, num_axes: in
         slots=np.full((num_groups, num_rows), -1, np.int32),
         block_tables=np.zeros((num_groups, requests, width), np.int32),
         sample_rows=np.arange(num_rows, dtype=np.int32),
+        adapter_rows=np.full(num_rows, -1, np.int32) if shape.adapters else None,
     )
 
 

@@ -32,7 +32,7 @@ from octavo.executor.batch import (
     Verify,
 )
 from octavo.executor.kv import KvCache, KvLayout
-from octavo.executor.torch.adapters import StepAdapters, TorchAdapters
+from octavo.executor.torch.adapters import TorchAdapters
 from octavo.executor.torch.attention.call import AttentionKernels
 from octavo.executor.torch.compilations import COMPILATIONS
 from octavo.executor.torch.fetch import Fetch, PendingStep, translate_out_of_memory
@@ -126,7 +126,7 @@ class TorchProgram(Runnable):
             program, write_with_rope=runtime.attention.rope_write is not None
         )
         self._norms_ahead = norms_ahead([instruction.op for instruction in self.instructions.body])
-        self._adapters = TorchAdapters(program, runtime.device)
+        self._adapters = TorchAdapters(program, runtime.device, runtime.dtype)
         self._attention_arrays = runtime.attention.get_arrays_maker(program)
         self._progress = 0
         self._staging = Staging(runtime.device, runtime.staging_bytes)
@@ -233,8 +233,9 @@ class TorchProgram(Runnable):
             if batch.sampling is None
             else [self._make_chunk_sampling(batch, batch.sampling, chunk) for chunk in chunks]
         )
-        # Graphs contain no adapters: steps with adapter rows are computed op by op.
-        replays = self._times is None and StepAdapters.of(self.adapters, batch.adapter_rows) is None
+        if batch.adapter_rows is not None and not (batch.adapter_rows >= 0).any():
+            batch = dataclasses.replace(batch, adapter_rows=None)
+        replays = self._times is None and self._adapters.are_in_graphs(batch.adapter_rows)
         padded = self._graphs.padded(batch) if self._graphs is not None and replays else None
         sampling_inputs = {
             f"{index}/{name}": array
@@ -318,7 +319,7 @@ class TorchProgram(Runnable):
             kernels=runtime.kernels,
             norms_ahead=self._norms_ahead,
             ranks=runtime.ranks,
-            adapters=StepAdapters.of(self.adapters, batch.adapter_rows),
+            adapters=None if batch.adapter_rows is None else self._adapters,
         )
 
     def _arrays(self, batch: StepBatch, kv: TorchKvCache, *, fixed: bool) -> dict[str, NDArray]:

@@ -33,7 +33,8 @@ def embedding(op: ops.Embedding, step: Step) -> Made:
         ids = ids.where(here, 0)
     rows = step.weights.matrix(op.table).take(ids).floats(torch.float32) * op.scale
     if step.adapters is not None and op.site:
-        rows = step.adapters.table(op, ids, rows, step.adapter_rows(op.out))
+        adapter_rows = step.adapter_rows(step.adapters, op.out)
+        rows = step.adapters.table(op, ids, rows, adapter_rows)
     return ((rows if here is None else rows.where(here[:, None], 0.0)).to(step.dtype),)
 
 
@@ -97,7 +98,14 @@ def linear(op: ops.Linear, step: Step) -> Made:
     product = step.weights.product(op)
     y = step.kernels.product(x, product)
     if step.adapters is not None and op.sites:
-        y = step.adapters.product(op, x, y, step.adapter_rows(op.x), product.bias)
+        y = step.adapters.product(
+            op,
+            x,
+            y,
+            rows=step.adapter_rows(step.adapters, op.x),
+            bias=product.bias,
+            kernels=step.kernels,
+        )
     if op.gate is not None:
         half = y.shape[1] // 2
         y = step.kernels.gated(y[:, :half], y[:, half:], op.gate)

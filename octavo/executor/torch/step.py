@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.executor.base import BackendOptions
 from octavo.executor.batch import KvCopies, StepBatch
 from octavo.executor.kv import BLOCK_SIZE
-from octavo.executor.torch.adapters import StepAdapters
+from octavo.executor.torch.adapters import AdapterRows, TorchAdapters
 from octavo.executor.torch.attention.call import AttentionKernels
 from octavo.executor.torch.kernels import Kernels
 from octavo.executor.torch.kv_cache import GroupTensors
@@ -203,8 +203,8 @@ class Step:
     """`row_ops.norms_ahead` of the Program."""
     ranks: TorchRanks | None = None
     """Ranks that share the Program; None with one rank."""
-    adapters: StepAdapters | None = None
-    """Adapters of the step's rows, if any."""
+    adapters: TorchAdapters | None = None
+    """Adapters of the step's rows, if any row has one."""
     values: dict[str, Tensor] = field(default_factory=dict)
     normed: dict[str, Tensor] = field(default_factory=dict)
     """Norms computed together with their sum, by the sum's name, until they are read."""
@@ -221,14 +221,14 @@ class Step:
     def get(self, value: Value) -> Tensor:
         return self.values[value.name]
 
-    def adapter_rows(self, value: Value) -> Tensor:
-        """Returns the adapter slot of each row of a Value; -1: none."""
+    def adapter_rows(self, adapters: TorchAdapters, value: Value) -> AdapterRows:
+        """Returns the adapters of the rows of a Value."""
         slots = self.inputs["adapter_rows"]
         if value.axis == "samples":
-            return slots[self.inputs["sample_rows"]]
+            return adapters.rows(slots[self.inputs["sample_rows"]], self.kernels)
         if value.axis == "requests":
-            return slots[(self.inputs["query_starts"][1:] - 1).clamp(min=0)]
-        return slots
+            slots = slots[(self.inputs["query_starts"][1:] - 1).clamp(min=0)]
+        return self.once(("adapters", value.axis), lambda: adapters.rows(slots, self.kernels))
 
     def copy_written(self, group: int, layer: int) -> None:
         """Copies K and V written to a layer to the rows' additional slots in a group, if there are

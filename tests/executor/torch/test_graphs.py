@@ -18,8 +18,10 @@ from octavo.executor.batch import LastTokens
 from octavo.executor.torch.backend import TorchBackend
 from octavo.executor.torch.graphs import CudaGraphs, GraphShape, shapes_up_to, sizes_up_to
 from octavo.models.registry import build_programs
+from octavo.program.passes.adapters import with_sites
 from tests.executor.native.test_sampling import random_batch
 from tests.support.paged_runner import PagedRunner
+from tests.support.peft_adapters import read_adapter, save_adapter
 from tests.support.tiny_models import tiny_model
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
@@ -186,14 +188,80 @@ def test_steps_that_verify_drafts():
     assert replays == [1, 2, 1], "rows padded to more than twice as many, and 5 rows, run eagerly"
 
 
+ADAPTERS = {
+    "plain": {"r": 4, "lora_alpha": 8},
+    "some": {"r": 20, "lora_alpha": 9, "target_modules": ["q_proj", "down_proj"]},
+    "bias": {"r": 3, "lora_alpha": 6, "use_dora": True},
+}
+
+
+@pytest.mark.parametrize("kernels", ["plain", "triton"])
+def test_steps_with_adapters(kernels, tmp_path):
+    """Requests of several adapters and of none share one graph, also after one was replaced; rows
+    of an adapter with gains run eagerly, and steps without adapters keep their graph.
+    """
+    tiny = tiny_model("llama", num_hidden_layers=1)
+    paths = [
+        save_adapter(tiny, tmp_path / name, seed=seed, **ADAPTERS[name])
+        for seed, name in enumerate(["plain", "some", "bias"])
+    ]
+    paths.append(save_adapter(tiny, tmp_path / "other", seed=9, **ADAPTERS["plain"]))
+    ids, record, runners = np.random.default_rng(0).integers(3, 200, (4, 40)), Recorder(), []
+    options = BackendOptions(
+        num_threads=1, torch_kernels=kernels, num_adapters=4, max_adapter_rank=20
+    )
+    for _ in range(2):
+        runner = PagedRunner(tiny.path, TorchBackend(options), seed=3, rewrite=with_sites)
+        slots = runner.runnables["decoder"].adapters
+        packed = [slots.pack(read_adapter(tiny.path, path).updates) for path in paths]
+        runners.append((runner, slots, packed))
+    (graphs, slots, packed), (eager, its_slots, its_packed) = runners
+    slots.reserve(4, 20, now=True)
+    shapes = [GraphShape(4, 1), GraphShape(4, 1, True)]
+    graphs.runnables["decoder"].capture(graphs.kv, shapes, WIDTH, record)
+    # Before an adapter with gains is there, and after.
+    for slot in (0, 1):
+        slots.put(slot, packed[slot])
+        its_slots.put(slot, its_packed[slot])
+    adapters = [0, 1, -1, 0]
+    made = [
+        [runner.add(row, adapter=slot) for row, slot in zip(ids, adapters, strict=True)]
+        for runner in (graphs, eager)
+    ]
+
+    def check(rows, at, replays):
+        spans = [[(requests[row], at, at + 1) for row in rows] for requests in made]
+        found, wanted = (
+            runner.step(each)["logits"]
+            for runner, each in zip((graphs, eager), spans, strict=True)
+        )
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * abs(wanted).max())
+        assert [graph.replays for graph in record.graphs] == replays
+        return wanted
+
+    for runner, requests in zip((graphs, eager), made, strict=True):
+        runner.step([(request, 0, 10) for request in requests])
+    before = check([0, 1, 2], 10, [0, 1])
+    check([2], 11, [1, 1])
+    slots.put(0, packed[3])
+    its_slots.put(0, its_packed[3])
+    after = check([0, 1, 2], 10, [1, 2])
+    assert abs(after[0] - before[0]).max() > 1e-3 * abs(before).max()
+    np.testing.assert_allclose(after[1:], before[1:], rtol=0, atol=1e-5 * abs(before).max())
+    slots.put(1, packed[2])
+    its_slots.put(1, its_packed[2])
+    check([0, 1], 11, [1, 2])
+    check([0, 2], 12, [1, 3])
+
+
 def test_the_sizes():
     assert sizes_up_to(1) == (1,)
     assert sizes_up_to(5) == (1, 2, 4, 5)
     assert sizes_up_to(128)[-2:] == (96, 128)
     assert sizes_up_to(1000)[-1] == 512
     assert sizes_up_to(0) == ()
-    assert shapes_up_to(2) == ((1, 1), (2, 1))
-    assert shapes_up_to(2, 4) == ((1, 1), (2, 1), (1, 5), (2, 5))
+    assert [shape[:2] for shape in shapes_up_to(2)] == [(1, 1), (2, 1)]
+    assert [shape[:2] for shape in shapes_up_to(2, 4)] == [(1, 1), (2, 1), (1, 5), (2, 5)]
     assert max(shape.num_rows for shape in shapes_up_to(512, 8)) <= 512
 
 

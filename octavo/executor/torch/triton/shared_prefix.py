@@ -9,7 +9,6 @@ phases).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -119,21 +118,6 @@ class PrefixMask:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Sharer:
-    """A single-row request that may share its first splits."""
-
-    slot: int
-    splits: int
-    """Leading splits that are full and completely visible."""
-    table: NDArray[np.int32]
-
-    @property
-    def order(self) -> bytes:
-        """Sort key that places tables with a common prefix next to each other."""
-        return self.table[: self.splits * SPLIT_BLOCKS].tobytes()
-
-
 def find_sharing(
     batch: StepBatch, group: int, *, window: int | None, full: bool, rows_per_run: int
 ) -> Sharing:
@@ -143,25 +127,28 @@ def find_sharing(
     num_rows = np.diff(batch.query_starts)
     singles = np.flatnonzero((num_rows == 1) & (batch.context_lens[group] > 0))
     own = np.zeros(len(singles), np.int32)
-    runs: list[tuple[list[int], int]] = []
+    runs: list[tuple[NDArray[np.intp], int]] = []
     if rows_per_run > 1:
-        for alike in _sharers(batch, group, singles, window=window, full=full):
-            for members, splits in _divide(alike)[1]:
-                for first in range(0, len(members), rows_per_run):
-                    run = [member.slot for member in members[first : first + rows_per_run]]
-                    if len(run) > 1:
-                        runs.append((run, splits))
-                        own[run] = splits
-    slots = np.full((len(runs), max(1, rows_per_run)), -1, np.int32)
+        slots, common = _sort_by_prefix(batch, group, singles, window=window, full=full)
+        for first, end in _divide(common, 0, len(slots))[1]:
+            read = min(common[first : end - 1])
+            for start in range(first, end, rows_per_run):
+                run = slots[start : min(start + rows_per_run, end)]
+                if len(run) > 1:
+                    runs.append((run, read))
+                    own[run] = read
+    run_slots = np.full((len(runs), max(1, rows_per_run)), -1, np.int32)
     for index, (run, _) in enumerate(runs):
-        slots[index, : len(run)] = run
-    return Sharing(slots, np.array([splits for _, splits in runs], np.int32), own)
+        run_slots[index, : len(run)] = run
+    return Sharing(run_slots, np.array([read for _, read in runs], np.int32), own)
 
 
-def _sharers(
-    batch: StepBatch, group: int, singles: NDArray[np.int64], *, window: int | None, full: bool
-) -> list[list[_Sharer]]:
-    """Groups requests by their first split, sorted.
+def _sort_by_prefix(
+    batch: StepBatch, group: int, singles: NDArray[np.intp], *, window: int | None, full: bool
+) -> tuple[NDArray[np.intp], list[int]]:
+    """Returns the slots whose first block another one shares, sorted by their tables, and how many
+    leading splits each has in common with the next; counted are splits that are full and completely
+    visible.
 
     With a window or chunks, only rows that see the first key can share.
     """
@@ -169,42 +156,42 @@ def _sharers(
     key_index = batch.key_indices[batch.query_starts[:-1][singles]]
     splits = (context if full else np.minimum(context, key_index + 1)) // SPLIT_KEYS
     eligible = splits > 0 if window is None else (splits > 0) & (key_index < window)
-    alike: dict[bytes, list[_Sharer]] = defaultdict(list)
-    for slot in np.flatnonzero(eligible).tolist():
-        table = batch.block_tables[group, singles[slot]]
-        alike[table[:SPLIT_BLOCKS].tobytes()].append(_Sharer(slot, int(splits[slot]), table))
-    return [
-        sorted(sharers, key=lambda sharer: sharer.order)
-        for sharers in alike.values()
-        if len(sharers) > 1
-    ]
+    _, kind, count = np.unique(
+        np.where(eligible, batch.block_tables[group, singles, 0], -1 - np.arange(len(singles)))
+        if len(singles)
+        else singles,
+        return_inverse=True,
+        return_counts=True,
+    )
+    slots = np.flatnonzero(count[kind] > 1)
+    if not len(slots):
+        return slots, []
+    splits = splits[slots]
+    tables = batch.block_tables[group, singles[slots], : int(splits.max()) * SPLIT_BLOCKS]
+    tables = np.where(np.arange(tables.shape[1]) < splits[:, None] * SPLIT_BLOCKS, tables, -1)
+    order = np.argsort(tables.view(f"V{tables.shape[1] * tables.itemsize}")[:, 0], kind="stable")
+    tables, splits = tables[order], splits[order]
+    same = (tables[1:] == tables[:-1]).reshape(len(slots) - 1, -1, SPLIT_BLOCKS).all(axis=2)
+    common = np.minimum(same.cumprod(axis=1).sum(axis=1), np.minimum(splits[1:], splits[:-1]))
+    return slots[order], common.tolist()
 
 
-def _divide(sharers: Sequence[_Sharer]) -> tuple[int, list[tuple[Sequence[_Sharer], int]]]:
-    """Divides requests into the runs that save the most split reads: all together, or in parts with
-    longer common prefixes.
+def _divide(common: Sequence[int], first: int, end: int) -> tuple[int, list[tuple[int, int]]]:
+    """Divides sorted requests first..end-1 into the runs that save the most split reads: all
+    together, or in parts with longer common prefixes.
 
-    Returns the reads saved and the runs as (requests, splits).
+    Returns the reads saved and the runs.
     """
-    if len(sharers) < 2:
+    if end - first < 2:
         return 0, []
-    splits = _common(sharers[0], sharers[-1])
-    together = (len(sharers) - 1) * splits
-    apart = 0
-    parts = []
-    first = 0
-    while first < len(sharers):
-        last = first + 1
-        while last < len(sharers) and _common(sharers[first], sharers[last]) > splits:
-            last += 1
-        spared, runs = _divide(sharers[first:last]) if last - first < len(sharers) else (0, [])
-        apart, first = apart + spared, last
-        parts += runs
-    return (together, [(sharers, splits)]) if together > 0 and together >= apart else (apart, parts)
-
-
-def _common(a: _Sharer, b: _Sharer) -> int:
-    """Returns the number of complete leading splits that two tables have in common."""
-    end = min(a.splits, b.splits) * SPLIT_BLOCKS
-    other = np.flatnonzero(a.table[:end] != b.table[:end])
-    return (int(other[0]) if len(other) else end) // SPLIT_BLOCKS
+    least = min(common[first : end - 1])
+    together, apart = (end - first - 1) * least, 0
+    parts: list[tuple[int, int]] = []
+    start = first
+    for at in range(first, end):
+        if at == end - 1 or common[at] <= least:
+            if at + 1 - start < end - first:
+                spared, runs = _divide(common, start, at + 1)
+                apart, parts = apart + spared, parts + runs
+            start = at + 1
+    return (together, [(first, end)]) if together > 0 and together >= apart else (apart, parts)

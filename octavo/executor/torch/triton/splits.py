@@ -9,9 +9,9 @@ give the same bits. A lane's numbers depend on its own row and the shape of the 
 lanes: keys that it does not see do not change its bits.
 
 K and V have the layout of `kv_cache.KvTensor`: `[blocks, 16, heads, width]`, int8 codes or e4m3
-codes (as uint8) with a bf16 scale for each token and head. Kernels get their arguments in the bundles of
-`attention_arguments.py`. Sources: Dao et al. 2022 (tiles), Milakov and Gimelshein 2018 (merging),
-Kwon et al. 2023 (paging).
+codes (as uint8) with a bf16 scale for each token and head. Kernels get their arguments in the
+bundles of `attention_arguments.py`. Sources: Dao et al. 2022 (tiles), Milakov and Gimelshein 2018
+(merging), Kwon et al. 2023 (paging).
 """
 
 from __future__ import annotations
