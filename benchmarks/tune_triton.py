@@ -61,7 +61,12 @@ CANDIDATES: dict[str, dict[str, tuple[int, ...]]] = {
         "num_warps": (4, 8),
         "num_stages": (1, 2, 3, 4),
     },
-    "merge_attention": {"HEADS_A_TILE": (1, 2, 4), "STAGES": (1, 4, 8, 16), "num_warps": (1, 2)},
+    "merge_attention": {
+        "HEADS_A_TILE": (1, 2),
+        "SPLITS": (1, 4, 16),
+        "STAGES": (1, 2, 8),
+        "num_warps": (1, 2, 4),
+    },
     "packed_linear": {
         "BLOCK_N": (32, 64),
         "BLOCK_B": (64, 128, 256),

@@ -232,8 +232,7 @@ def test_steps_with_adapters(kernels, tmp_path):
     def check(rows, at, replays):
         spans = [[(requests[row], at, at + 1) for row in rows] for requests in made]
         found, wanted = (
-            runner.step(each)["logits"]
-            for runner, each in zip((graphs, eager), spans, strict=True)
+            runner.step(each)["logits"] for runner, each in zip((graphs, eager), spans, strict=True)
         )
         np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * abs(wanted).max())
         assert [graph.replays for graph in record.graphs] == replays

@@ -56,6 +56,9 @@ With more runs and heads, each uses fewer programs, so that a captured launch fo
 context has few idle programs.
 """
 
+ENOUGH_SHARED_PROGRAMS = 2048
+"""The same for runs over shared prefixes, most of which are empty in a captured step."""
+
 
 class TritonAttention:
     """Triton's attention kernels on one device. Implements `AttentionKernels`."""
@@ -197,7 +200,8 @@ class DecodeLaunch(NamedTuple):
         heads = HeadTile.of(call, tile["BLOCK_M"])
         assert runs.ROWS.value <= heads.ROWS.value, "BLOCK_M does not depend on the cache's dtype"
         num_tiles = call.k.numbers.shape[-2] * heads.PARTS.value
-        num_programs = programs_per_tile(num_runs * num_tiles, self.num_splits)
+        enough = ENOUGH_PROGRAMS if runs.slots is None else ENOUGH_SHARED_PROGRAMS
+        num_programs = programs_per_tile(num_runs * num_tiles, self.num_splits, enough)
         decode_kernel[(num_runs, num_tiles, num_programs)](
             states=self.states,
             q=Queries.of(call),
@@ -231,11 +235,11 @@ class DecodeLaunch(NamedTuple):
         )
 
 
-def programs_per_tile(num_tiles: int, num_splits: int) -> int:
-    """Returns how many programs share a tile's splits: one per split, unless fewer suffice to fill
-    the GPU.
+def programs_per_tile(num_tiles: int, num_splits: int, enough: int) -> int:
+    """Returns how many programs share a tile's splits: one per split, unless fewer make `enough`
+    programs.
     """
-    return min(num_splits, -(-ENOUGH_PROGRAMS // num_tiles))
+    return min(num_splits, -(-enough // num_tiles))
 
 
 def _own_runs(own_splits: Tensor | None) -> Runs:

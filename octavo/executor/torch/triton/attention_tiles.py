@@ -28,6 +28,7 @@ class AttentionTiles:
         self._shared_bytes = shared_bytes
         self._prefill = "decode_attention" if fixed_tiles else "prefill_attention"
         self._shared = "decode_attention" if fixed_tiles else "shared_attention"
+        self._fixed_merge = {"SPLITS": 1} if fixed_tiles else {}
 
     def unsupported_reason(self, k_width: int, v_width: int, kv_dtype: torch.dtype) -> str | None:
         """Returns the reason why no tile of such heads fits into shared memory, or None."""
@@ -43,7 +44,7 @@ class AttentionTiles:
         return self._tile(self._shared, call)
 
     def merge(self, call: AttentionCall) -> dict[str, int]:
-        return self._tile("merge_attention", call)
+        return self._tile("merge_attention", call) | self._fixed_merge
 
     def prefill(self, call: AttentionCall) -> dict[str, int]:
         return self._tile(self._prefill, call)

@@ -55,6 +55,11 @@ def decode_kernel(
     launch. num_splits: splits per head in `states`.
     """
     run = tl.program_id(0)
+    shared_splits = 0
+    if runs.splits is not None:
+        shared_splits = tl.load(runs.splits + run)
+        if shared_splits == 0:  # a captured step has runs for as many requests as may share
+            return
     kv_head = tl.program_id(1) // heads.PARTS
     lane = tl.arange(0, BLOCK_M)
     lane_row = lane // heads.LANE_HEADS
@@ -86,7 +91,7 @@ def decode_kernel(
     last_split = (last_key + SPLIT_KEYS - 1) // SPLIT_KEYS
     if runs.splits is not None:
         first_split = 0
-        last_split = tl.load(runs.splits + run)
+        last_split = shared_splits
     elif runs.own_splits is not None:
         first_split = tl.maximum(first_split, tl.load(runs.own_splits + leader))
     column = tl.arange(0, widths.V_TILE)

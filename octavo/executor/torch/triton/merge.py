@@ -1,7 +1,9 @@
-"""Merges a row's split states from `decode.py`, left to right, into the row's result.
+"""Merges a row's split states from `decode.py` into the row's result.
 
-program (slot, heads)   m, l [HEADS_A_TILE], acc [HEADS_A_TILE, v_width]  <-  split first,
-                        first + 1 ... last
+program (slot, heads)   m, l [HEADS_A_TILE], acc [HEADS_A_TILE, v_width]
+                        <-  SPLITS splits at once, from left to right
+
+One split at once gives the bits of `splits.merged`, as batch invariance requires.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from octavo.executor.torch.triton.splits import (
     SPLIT_KEYS,
     State,
     finished,
-    merged,
     no_keys,
     visible,
 )
@@ -32,6 +33,7 @@ def merge_kernel(
     num_splits,
     HEADS: tl.constexpr,
     HEADS_A_TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Writes `out [T, H, V]` from the `SplitStates` of the previous launch; `slots`, `mask`,
@@ -54,15 +56,25 @@ def merge_kernel(
     last_split = (tl.max(high, axis=0) + SPLIT_KEYS - 1) // SPLIT_KEYS
     column = tl.arange(0, widths.V_TILE)
     inside = valid[:, None] & (column < widths.V)[None, :]
-    state = no_keys(HEADS_A_TILE, widths.V_TILE)
-    for split in tl.range(first_split, last_split, num_stages=STAGES):
-        at = (tl.program_id(0).to(tl.int64) * HEADS + head) * num_splits + split
-        m = tl.load(states.sums + 2 * at, mask=valid, other=float("-inf"))
-        l = tl.load(states.sums + 2 * at + 1, mask=valid, other=0.0)
-        acc = tl.load(
-            states.accs + at[:, None] * widths.V + column[None, :], mask=inside, other=0.0
+    top, l, acc = no_keys(HEADS_A_TILE, widths.V_TILE)
+    for first in tl.range(first_split, last_split, SPLITS, num_stages=STAGES):
+        split = first + tl.arange(0, SPLITS)
+        there = (split < last_split)[:, None] & valid[None, :]
+        at = (tl.program_id(0).to(tl.int64) * HEADS + head)[None, :] * num_splits + split[:, None]
+        tops = tl.load(states.sums + 2 * at, mask=there, other=float("-inf"))
+        sums = tl.load(states.sums + 2 * at + 1, mask=there, other=0.0)
+        accs = tl.load(
+            states.accs + at[:, :, None] * widths.V + column[None, None, :],
+            mask=there[:, :, None] & (column < widths.V)[None, None, :],
+            other=0.0,
         )
-        state = merged(state, State(m, l, acc))
+        before = top
+        top = tl.maximum(before, tl.max(tops, axis=0))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        kept, added = tl.exp2(before - base), tl.exp2(tops - base[None, :])
+        l = tl.fma(l, kept, tl.sum(sums * added, axis=0))
+        kept_columns = tl.broadcast_to(kept[:, None], acc.shape)
+        acc = tl.fma(acc, kept_columns, tl.sum(accs * added[:, :, None], axis=0))
     to = (row.to(tl.int64) * HEADS + head)[:, None] * widths.V + column[None, :]
-    values = finished(state, sinks, head, valid)
+    values = finished(State(top, l, acc), sinks, head, valid)
     tl.store(out + to, rounded(values, out.dtype.element_ty), mask=inside)

@@ -57,8 +57,9 @@ def product(name, tile_rows):
 
 def attention(kernel, name, kv):
     """Compiles an attention kernel of 8 KV heads of 128; returns it and the keys of a block."""
-    scales = "*bf16" if kv == "int8" else None
-    arguments, (num_heads, share) = call_of(kv="*i8" if scales else "*bf16", scales=scales)
+    stored = {"int8": "*i8", "float8_e4m3fn": "*u8"}.get(kv, "*bf16")
+    scales = None if stored == "*bf16" else "*bf16"
+    arguments, (num_heads, share) = call_of(kv=stored, scales=scales)
     launch = tuned(name, "sm_90", width=128, group=share, kv=kv)
     arguments |= heads_of(num_heads, share, launch)
     if kernel is prefill_kernel:
@@ -74,6 +75,7 @@ KERNELS = {
     },
     "decode bf16": lambda: attention(decode_kernel, "decode_attention", "bfloat16"),
     "decode int8": lambda: attention(decode_kernel, "decode_attention", "int8"),
+    "decode fp8": lambda: attention(decode_kernel, "decode_attention", "float8_e4m3fn"),
     "prefill bf16": lambda: attention(prefill_kernel, "prefill_attention", "bfloat16"),
 }
 

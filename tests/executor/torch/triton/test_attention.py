@@ -121,9 +121,9 @@ def test_a_prompt_over_many_blocks_of_keys(window):
 def test_programs_of_a_launch():
     """A launch has one program for each split, but no more than make enough together."""
     assert (
-        attention.programs_per_tile(8, 128) == 128
-        and attention.programs_per_tile(2048, 33) == 4
-        and attention.programs_per_tile(10**6, 9) == 1
+        attention.programs_per_tile(8, 128, 8192) == 128
+        and attention.programs_per_tile(2048, 33, 8192) == 4
+        and attention.programs_per_tile(10**6, 9, 8192) == 1
     )
 
 

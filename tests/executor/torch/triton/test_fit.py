@@ -107,7 +107,11 @@ ROWS = [
     {"kernel": "decode_attention", "shape": {}, "launch": {"BLOCK_M": 16, "BLOCK_N": 64}},
     {"kernel": "shared_attention", "shape": {}, "launch": {"BLOCK_M": 64, "BLOCK_N": 64}},
     {"kernel": "prefill_attention", "shape": {}, "launch": {"BLOCK_M": 64, "BLOCK_N": 64}},
-    {"kernel": "merge_attention", "shape": {}, "launch": {"HEADS_A_TILE": 16, "STAGES": 1}},
+    {
+        "kernel": "merge_attention",
+        "shape": {},
+        "launch": {"HEADS_A_TILE": 16, "SPLITS": 1, "STAGES": 1},
+    },
 ]
 
 
