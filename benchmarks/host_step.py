@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 # Attention of Triton prepares the inputs that it reads on a GPU; none of its kernels runs.
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ from octavo.executor.torch.program import TorchProgram  # noqa: E402
 
 SKIPPED = 4
 """Decode steps that still see the effects of the prompts."""
+
+COUNTED = 8
+"""Decode steps whose calls are counted."""
 
 
 @dataclass(frozen=True)
@@ -98,40 +101,35 @@ class NullDevice:
 
 @dataclass
 class Calls:
-    """Counts calls of Python functions in this thread, from one step on."""
+    """Counts calls of Python functions in this thread during `COUNTED` steps."""
 
-    first: int
     count: int = 0
-    steps: int = 0
 
     def __call__(self, num_steps: int) -> None:
-        self.steps = num_steps - self.first
-        if num_steps == self.first:
+        if num_steps == SKIPPED:
             sys.setprofile(self._note)
+        elif num_steps == SKIPPED + COUNTED:
+            sys.setprofile(None)
 
     def _note(self, _: Any, event: str, __: Any) -> None:
         self.count += event == "call"
-
-    @property
-    def each(self) -> float:
-        return self.count / max(1, self.steps)
 
 
 def measure(
     streams: int, tokens: int, context: int, profile: cProfile.Profile | None = None
 ) -> dict[str, Any]:
     """Returns the milliseconds and Python calls of a decode step of `streams` requests."""
-    with model_of(TINY) as path, engine(path, streams, tokens, context) as llm:
-        device = NullDevice(program_of(llm), streams, -(-(context + tokens) // BLOCK_SIZE))
+    most = context + max(tokens, SKIPPED + COUNTED + 2)
+    with model_of(TINY) as path, engine(path, streams, most) as llm:
+        device = NullDevice(program_of(llm), streams, -(-most // BLOCK_SIZE))
         generate(llm, streams, SKIPPED + 2, context)
         device.launched_at.clear()
         with collections() as pauses:
             generate(llm, streams, tokens, context)
         taken = [1e3 * (b - a) for a, b in pairwise(device.launched_at)][SKIPPED:]
         device.launched_at.clear()
-        device.on_step = calls = Calls(SKIPPED)
-        generate(llm, streams, SKIPPED + 16, context)
-        sys.setprofile(None)
+        device.on_step = calls = Calls()
+        generate(llm, streams, SKIPPED + COUNTED + 2, context)
         if profile is not None:
             device.launched_at.clear()
             device.on_step = lambda num: profile.enable() if num == SKIPPED else None
@@ -143,13 +141,13 @@ def measure(
         "steps": len(taken),
         "mean_ms": round(statistics.mean(taken), 3),
         "median_ms": round(statistics.median(taken), 3),
-        "calls": round(calls.each),
+        "calls": round(calls.count / COUNTED),
         "collections": len(pauses),
         "longest_collection_ms": round(1e3 * max(pauses, default=0.0), 3),
     }
 
 
-def engine(path: Path, streams: int, tokens: int, context: int) -> LLM:
+def engine(path: Path, streams: int, max_model_len: int) -> LLM:
     return LLM(
         model=str(path),
         load_format="dummy",
@@ -158,7 +156,7 @@ def engine(path: Path, streams: int, tokens: int, context: int) -> LLM:
         device="cpu",
         attention_backend="triton",
         threads=1,
-        max_model_len=context + tokens,
+        max_model_len=max_model_len,
         max_num_seqs=streams,
         max_num_batched_tokens=max(2048, streams),
         kv_cache_memory_bytes=f"{1 << 30}",

@@ -29,6 +29,7 @@ FILES = (
     "tests/executor/torch/test_prompts.py",
     "tests/executor/torch/triton/test_rows.py",
     "tests/executor/torch/triton/test_pick.py",
+    "tests/executor/torch/triton/test_fp8_rows.py",
     "tests/executor/torch/triton/test_rope_write.py",
     "tests/executor/torch/triton/test_block_copies.py",
     "tests/executor/torch/test_graphs.py",
