@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.host_step import measure  # noqa: E402
-from octavo.executor.torch.triton.device import is_interpreted  # noqa: E402
+from benchmarks.host_step import measure
+from octavo.executor.torch.triton.device import is_interpreted
 
 pytestmark = pytest.mark.skipif(
     not is_interpreted(), reason="prepares the inputs of Triton's attention on a CPU"
