@@ -60,7 +60,7 @@ class AdapterRows(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Stack:
+class AdapterStack:
     """The updates of one Linear by all adapters."""
 
     a: Tensor
@@ -72,19 +72,19 @@ class Stack:
     @staticmethod
     def zeros(
         num: int, rank: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> Stack:
+    ) -> AdapterStack:
         """Returns `num` zero matrices for `widths` inputs and outputs."""
         a = torch.zeros(num, rank, widths[0], dtype=dtype, device=device)
-        return Stack(a, torch.zeros(num, widths[1], rank, dtype=dtype, device=device))
+        return AdapterStack(a, torch.zeros(num, widths[1], rank, dtype=dtype, device=device))
 
-    def grown(self, num: int, rank: int) -> Stack:
+    def grown(self, num: int, rank: int) -> AdapterStack:
         """Returns a stack of at least `num` matrices of this rank; itself if it is one."""
         old_num, old_rank, inputs = self.a.shape
         if num <= old_num and rank <= old_rank:
             return self
         num, rank = max(num, old_num), max(rank, old_rank)
         widths = (inputs, self.b.shape[1])
-        made = Stack.zeros(num, rank, widths, self.a.dtype, self.a.device)
+        made = AdapterStack.zeros(num, rank, widths, self.a.dtype, self.a.device)
         made.a[:old_num, :old_rank] = self.a
         made.b[:old_num, :, :old_rank] = self.b
         if self.gain is not None and self.bias is not None:
@@ -136,7 +136,7 @@ class TorchAdapters:
         self._sites_of_ops = {
             id(op): _get_column_ranges(op) for op in program.ops if _get_column_ranges(op)
         }
-        self._stacks: dict[int, Stack] = {}
+        self._stacks: dict[int, AdapterStack] = {}
         self._num_slots, self._rank = 0, 0
         self._tables: dict[int, dict[int, OpUpdate]] = {}
         """Updates of embedding tables, by op and slot."""
@@ -232,13 +232,13 @@ class TorchAdapters:
             y[at] = updated if update.bias is None else updated + update.bias
         return y
 
-    def _stack(self, op: ops.Linear, rank: int) -> Stack:
+    def _stack(self, op: ops.Linear, rank: int) -> AdapterStack:
         """Returns the stack of an op, for all slots and at least this rank."""
         num, rank = self._num_slots + 1, -(-rank // RANK_STEP) * RANK_STEP
         stack = self._stacks.get(id(op))
         if stack is None:
             widths = (op.x.width, sum(weight.shape[0] for weight in op.weights_))
-            stack = Stack.zeros(num, rank, widths, self._dtype, self._device)
+            stack = AdapterStack.zeros(num, rank, widths, self._dtype, self._device)
         self._stacks[id(op)] = stack = stack.grown(num, rank)
         return stack
 
