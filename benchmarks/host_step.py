@@ -143,6 +143,7 @@ def measure(
         "median_ms": round(statistics.median(taken), 3),
         "calls": round(calls.count / COUNTED),
         "collections": len(pauses),
+        "collections_ms": round(1e3 * sum(pauses), 3),
         "longest_collection_ms": round(1e3 * max(pauses, default=0.0), 3),
     }
 

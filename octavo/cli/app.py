@@ -5,7 +5,6 @@ The module of a subcommand is imported when it is used, and imports the engine o
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
@@ -18,6 +17,7 @@ import typer
 from octavo.cli.common.command import Command, Group
 from octavo.cli.common.errors import run_and_report
 from octavo.utils.extensions import CommandGroup, get_extensions
+from octavo.utils.garbage import collect_rarely
 from octavo.utils.version import __version__
 
 OWN_COMMANDS: dict[CommandGroup, tuple[str, ...]] = {
@@ -47,13 +47,6 @@ def _get_commands() -> dict[str, tuple[CommandGroup, str]]:
 
 COMMANDS = _get_commands()
 """Group and module of each command."""
-
-COLLECT_AFTER = 200_000
-"""Garbage collection threshold in new objects, instead of Python's 700.
-
-Few of the objects created while a model loads are garbage; with the default, collections take a
-sixteenth of the time to the first token.
-"""
 
 
 COMPLETION_VARIABLE = "_OCTAVO_COMPLETE"
@@ -91,7 +84,7 @@ def run_command(arguments: Sequence[str]) -> int:
         arguments = [*arguments[1:], "--help"]
     elif list(arguments) == ["version"]:
         arguments = ["--version"]
-    gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
+    collect_rarely()
     _tolerate_bytes()
     is_completing = COMPLETION_VARIABLE in os.environ
     first = _completed_words()[1:2] if is_completing else arguments[:1]

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.skipif(
     not is_interpreted(), reason="prepares the inputs of Triton's attention on a CPU"
 )
 
-CALLS = 700
+CALLS = 650
 """Python calls of a step, whatever the number of its requests."""
-CALLS_OF_A_REQUEST = 40
+CALLS_OF_A_REQUEST = 24
 
 
 def test_python_calls_of_a_decode_step():

@@ -45,6 +45,11 @@ class OpUpdate:
     bias: Tensor | None
 
     @property
+    def has_gains(self) -> bool:
+        """Whether it is more than b (a x)."""
+        return self.gain is not None or self.bias is not None
+
+    @property
     def num_bytes(self) -> int:
         tensors = (self.a, self.b, self.gain, self.bias)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
@@ -65,9 +70,8 @@ class AdapterStack:
 
     a: Tensor
     b: Tensor
-    gain: Tensor | None = None
-    """`[1 + slots, out] fp32`, if an adapter has gains or biases."""
-    bias: Tensor | None = None
+    gains: tuple[Tensor, Tensor] | None = None
+    """Gain and bias of each adapter, `[1 + slots, out] fp32`, once one has either."""
 
     @staticmethod
     def zeros(
@@ -82,46 +86,40 @@ class AdapterStack:
         old_num, old_rank, inputs = self.a.shape
         if num <= old_num and rank <= old_rank:
             return self
-        num, rank = max(num, old_num), max(rank, old_rank)
         widths = (inputs, self.b.shape[1])
-        made = AdapterStack.zeros(num, rank, widths, self.a.dtype, self.a.device)
+        made = AdapterStack.zeros(
+            max(num, old_num), max(rank, old_rank), widths, self.a.dtype, self.a.device
+        )
         made.a[:old_num, :old_rank] = self.a
         made.b[:old_num, :, :old_rank] = self.b
-        if self.gain is not None and self.bias is not None:
-            made._add_gain()
-            assert made.gain is not None and made.bias is not None
-            made.gain[:old_num], made.bias[:old_num] = self.gain, self.bias
+        if self.gains is not None:
+            made.gains = made._no_gains()
+            for new, old in zip(made.gains, self.gains, strict=True):
+                new[:old_num] = old
         return made
 
     def put(self, index: int, update: OpUpdate | None) -> None:
         """Sets the matrices of one adapter; None: no update."""
         self.a[index], self.b[index] = 0, 0
-        if self.gain is not None and self.bias is not None:
-            self.gain[index], self.bias[index] = 1, 0
-        if update is None:
-            return
-        rank = len(update.a)
-        self.a[index, :rank] = update.a.to(self.a.device)
-        self.b[index, :, :rank] = update.b.to(self.b.device)
-        if update.gain is None and update.bias is None:
-            return
-        if self.gain is None:
-            self._add_gain()
-        assert self.gain is not None and self.bias is not None
-        if update.gain is not None:
-            self.gain[index] = update.gain.to(self.gain.device)
-        if update.bias is not None:
-            self.bias[index] = update.bias.to(self.bias.device)
+        if update is not None:
+            rank = len(update.a)
+            self.a[index, :rank] = update.a.to(self.a.device)
+            self.b[index, :, :rank] = update.b.to(self.b.device)
+        has_gains = update is not None and update.has_gains
+        if has_gains and self.gains is None:
+            self.gains = self._no_gains()
+        if self.gains is not None:
+            gain, bias = self.gains
+            gain[index] = 1 if update is None or update.gain is None else update.gain
+            bias[index] = 0 if update is None or update.bias is None else update.bias
 
-    def _add_gain(self) -> None:
-        num, outputs = self.b.shape[:2]
-        self.gain = torch.ones(num, outputs, dtype=torch.float32, device=self.b.device)
-        self.bias = torch.zeros_like(self.gain)
+    def _no_gains(self) -> tuple[Tensor, Tensor]:
+        gain = torch.ones(self.b.shape[:2], dtype=torch.float32, device=self.b.device)
+        return gain, torch.zeros_like(gain)
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.a, self.b, self.gain, self.bias)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in (self.a, self.b, *(self.gains or ())))
 
 
 class TorchAdapters:
@@ -138,8 +136,8 @@ class TorchAdapters:
         }
         self._stacks: dict[int, AdapterStack] = {}
         self._num_slots, self._rank = 0, 0
-        self._tables: dict[int, dict[int, OpUpdate]] = {}
-        """Updates of embedding tables, by op and slot."""
+        self._tables: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        """A `[V, r]` and B of embedding tables, by op and slot."""
         self._not_in_graphs: set[int] = set()
         """Slots of adapters whose steps replay no graph."""
 
@@ -171,13 +169,9 @@ class TorchAdapters:
                 self._stack(op, max(rank, len(op.weights_) * self._rank)).put(slot + 1, update)
         for key, update in parts.items():
             if key not in self._linears:
-                moved = (update.a.to(self._device), update.b.to(self._device))
-                gain, bias = (
-                    None if part is None else part.to(self._device)
-                    for part in (update.gain, update.bias)
-                )
-                self._tables.setdefault(key, {})[slot] = OpUpdate(*moved, gain, bias)
-            if key not in self._linears or update.gain is not None or update.bias is not None:
+                pair = (update.a.to(self._device), update.b.to(self._device))
+                self._tables.setdefault(key, {})[slot] = pair
+            if key not in self._linears or update.has_gains:
                 self._not_in_graphs.add(slot)
 
     def drop(self, slot: int) -> None:
@@ -187,8 +181,10 @@ class TorchAdapters:
 
     @property
     def num_bytes(self) -> int:
-        tables = sum(u.num_bytes for by_slot in self._tables.values() for u in by_slot.values())
-        return tables + sum(stack.num_bytes for stack in self._stacks.values())
+        tables = [pair for by_slot in self._tables.values() for pair in by_slot.values()]
+        return sum(a.nbytes + b.nbytes for a, b in tables) + sum(
+            stack.num_bytes for stack in self._stacks.values()
+        )
 
     def are_in_graphs(self, slots: NDArray[np.int32] | None) -> bool:
         """Returns whether graphs with adapters compute what the adapters of rows `[T]` update."""
@@ -217,19 +213,17 @@ class TorchAdapters:
             return y
         h = kernels.grouped(x, rows.layout, _plain(stack.a), None)
         added = kernels.grouped(h, rows.layout, _plain(stack.b), None)
-        if stack.gain is None or stack.bias is None:
+        if stack.gains is None:
             return y + added
         base = 0.0 if bias is None else bias.float()
-        gained = (y.float() - base + added.float()) * stack.gain[rows.matrices] + base
-        return (gained + stack.bias[rows.matrices]).to(y.dtype)
+        gain, more = (part[rows.matrices] for part in stack.gains)
+        return ((y.float() - base + added.float()) * gain + base + more).to(y.dtype)
 
     def table(self, op: ops.Embedding, ids: Tensor, y: Tensor, rows: AdapterRows) -> Tensor:
-        """Applies updates to embedding rows y `[T, W]`, in fp32."""
-        for slot, update in self._tables.get(id(op), {}).items():
+        """Applies updates, which have no gains, to embedding rows y `[T, W]`, in fp32."""
+        for slot, (a, b) in self._tables.get(id(op), {}).items():
             at = (rows.matrices == slot + 1).nonzero()[:, 0]
-            added = (update.a[ids[at]] * op.scale) @ update.b.T
-            updated = y[at] + added if update.gain is None else (y[at] + added) * update.gain
-            y[at] = updated if update.bias is None else updated + update.bias
+            y[at] += (a[ids[at]] * op.scale) @ b.T
         return y
 
     def _stack(self, op: ops.Linear, rank: int) -> AdapterStack:
