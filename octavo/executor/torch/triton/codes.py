@@ -270,8 +270,9 @@ def _unpack_int8_pairs(words, dtype: tl.constexpr):
 E4M3_LARGEST = tl.constexpr(448.0)
 
 E4M3_IN_BF16 = tl.constexpr("""{
-    .reg .b32 large, first, second, size;
+    .reg .b32 large, zero, first, second, size;
     mov.b32 large, 0x7b807b80;
+    mov.b32 zero, 0x80008000;
     prmt.b32 first, $2, 0, 0x1404;
     prmt.b32 second, $2, 0, 0x3424;
     and.b32 size, first, 0x7f007f00;
@@ -280,8 +281,8 @@ E4M3_IN_BF16 = tl.constexpr("""{
     and.b32 size, second, 0x7f007f00;
     shr.u32 size, size, 4;
     lop3.b32 second, second, 0x80008000, size, 0xea;
-    fma.rn.bf16x2 $0, first, large, 0x80008000;
-    fma.rn.bf16x2 $1, second, large, 0x80008000;
+    fma.rn.bf16x2 $0, first, large, zero;
+    fma.rn.bf16x2 $1, second, large, zero;
 }""")
 """Four e4m3 codes to bf16, two a register, in their order: fields moved, times 2^120."""
 

@@ -168,11 +168,11 @@ def _cut_at(
                 mass = tl.full((BLOCK,), 1.0, tl.float64)
                 if not BY_COUNT:
                     mass = tl.exp(values)
-                values = tl.where(values >= low, values, float("-inf"))[:, None]
-                reaches = values >= pivots[None, :]
+                column = tl.where(values >= low, values, float("-inf"))[:, None]
+                reaches = column >= pivots[None, :]
                 reached += tl.where(reaches, mass[:, None], 0.0)
-                above = tl.minimum(above, tl.where(reaches, values, float("inf")))
-                below = tl.maximum(below, tl.where(reaches, float("-inf"), values))
+                above = tl.minimum(above, tl.where(reaches, column, float("inf")))
+                below = tl.maximum(below, tl.where(reaches, float("-inf"), column))
         enough = tl.sum(reached, 0) >= target
         low = tl.maximum(low, tl.max(tl.where(enough, tl.min(above, 0), float("-inf")), 0))
         high = tl.minimum(high, tl.min(tl.where(enough, float("inf"), tl.max(below, 0)), 0))
