@@ -32,6 +32,7 @@ BUDGETS = {
     "int8, 16 rows": (102, 3.8, 0),
     "decode bf16": (158, 4.7, 0),
     "decode int8": (142, 8.7, 0),
+    "decode fp8": (142, 9.7, 0),
     # Computes short chunks only, and all with batch invariance: long ones use PyTorch's attention.
     "prefill bf16": (255, 13.4, 34),
 }
