@@ -227,7 +227,9 @@ class AsyncLLM:
 
     @property
     def media(self) -> frozenset[str]:
-        """Media types that the model accepts besides text: "image", "audio"."""
+        """Media types that the model accepts besides text: "image", "video" and "audio" in prompts;
+        "speech" if it transcribes.
+        """
         return self._frontend.media
 
     async def transcribe(

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,13 +96,32 @@ def convolved_rows(frames: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.concatenate([runs[starts + tap] for tap in range(3)], axis=1)
 
 
-def decode_sound(data: bytes, rate: int, *, max_seconds: float) -> NDArray[np.float32]:
+def decode_sound(
+    data: bytes, rate: int, *, max_seconds: float, noun: str = "file"
+) -> NDArray[np.float32]:
     """Decodes a file to mono samples `[N]` from -1 to 1 at `rate` Hz.
 
-    Raises InvalidRequest if it is not audio or longer than `max_seconds`.
-
-    A bad file raises InvalidRequest with a hint.
+    Raises InvalidRequest if it is not audio or longer than `max_seconds`; `noun` is what errors
+    call the file.
     """
+    try:
+        return _decode(data, rate, max_seconds)
+    except InvalidRequest as error:
+        message = f"{noun}: {error.message.partition(': ')[2]}"
+        raise InvalidRequest(message, hint=error.hint, param=noun) from error
+
+
+def resample_sound(samples: NDArray[np.float32], rate: float, to: int) -> NDArray[np.float32]:
+    """Converts samples `[N]` at `rate` Hz to `to` Hz."""
+    if rate == to:
+        return samples
+    _, soxr = _import_decoders()
+    resampled: NDArray[np.float32] = soxr.resample(samples, rate, to)
+    return resampled
+
+
+def _import_decoders() -> tuple[Any, Any]:
+    """Returns the modules soundfile and soxr; raises InvalidRequest if they are not installed."""
     try:
         import soundfile
         import soxr
@@ -111,6 +130,11 @@ def decode_sound(data: bytes, rate: int, *, max_seconds: float) -> NDArray[np.fl
             "decoding audio requires soundfile and soxr, which are not installed",
             hint="install them on the engine's machine: pip install 'octavo[audio]'",
         ) from error
+    return soundfile, soxr
+
+
+def _decode(data: bytes, rate: int, max_seconds: float) -> NDArray[np.float32]:
+    soundfile, soxr = _import_decoders()
     if not data:
         raise _bad("got an empty file")
     try:

@@ -19,6 +19,8 @@ WINDOW = 400
 HOP = 160
 """Samples between windows."""
 TOP_HZ = 8_000.0
+CHUNK_FRAMES = 3000
+"""Windows that are transformed at once; bounds the memory of long audio."""
 FLOOR, RANGE = 1e-10, 8.0
 """Power floor, and log10 range below the maximum."""
 LINEAR_HZ = 200.0 / 3
@@ -48,8 +50,11 @@ class LogMel:
         around = np.pad(padded, WINDOW // 2, mode="reflect")
         frames = np.lib.stride_tricks.sliding_window_view(around, WINDOW)[::HOP][: self.num_frames]
         hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
-        power = np.abs(np.fft.rfft(frames * hann, axis=1)) ** 2
-        decades = np.log10(np.maximum(power @ mel_filters(self.num_bands), FLOOR))
+        decades = np.empty((self.num_frames, self.num_bands))
+        for start in range(0, self.num_frames, CHUNK_FRAMES):
+            part = slice(start, start + CHUNK_FRAMES)
+            power = np.abs(np.fft.rfft(frames[part] * hann, axis=1)) ** 2
+            decades[part] = np.log10(np.maximum(power @ mel_filters(self.num_bands), FLOOR))
         clipped = np.maximum(decades, decades.max() - RANGE)
         features: NDArray[np.float32] = ((clipped + 4.0) / 4.0).astype(np.float32)
         return features

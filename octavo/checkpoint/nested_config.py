@@ -42,6 +42,18 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 1024,
         "hidden_size_per_layer_input": 0,
     },
+    "voxtral": {
+        "vocab_size": 131_072,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100_000_000.0,
+        "head_dim": 128,
+    },
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5
     | {
@@ -102,6 +114,9 @@ TEXT_LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
 """Values of keys that `text_config` may omit, by its own model type."""
 
 
+TOWERS = ("vision_config", "audio_config")
+"""Keys of the towers of multimodal models."""
+
 NOT_OF_TEXT = {"paligemma": ("hidden_size", "vocab_size")}
 """Top-level keys that do not describe the text model, by model type."""
 
@@ -112,9 +127,8 @@ def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
     """
     text = config.get("text_config")
     left_out = LEFT_OUT.get(str(config.get("model_type")))
-    if not isinstance(text, dict) or not (
-        left_out or isinstance(config.get("vision_config"), dict)
-    ):
+    has_tower = any(isinstance(config.get(name), dict) for name in TOWERS)
+    if not isinstance(text, dict) or not (left_out or has_tower):
         return config
     own = {name: value for name, value in config.items() if value is not None}
     own.pop("text_config")

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.clip_bounds import CLIP_BOUNDS, read_clip_bounds
 from octavo.checkpoint.formats.format import Described, QuantizedFormat, prefix_errors
 from octavo.checkpoint.formats.table import quantized_format, with_quantization
 from octavo.checkpoint.fused_experts import FusedPart, fused_parts, newer_names
@@ -201,6 +202,8 @@ class SafetensorsCheckpoint:
             self._entries = entries if quantized is None else _by_matrix(entries, quantized)
         if self.config.get("tie_word_embeddings") is not False and has_own_head(self._plain):
             self.config[OWN_HEAD] = True
+        if bounds := read_clip_bounds(self._entries, self._plain):
+            self.config[CLIP_BOUNDS] = bounds
 
     def names(self) -> Collection[str]:
         return self._entries.keys()

@@ -445,7 +445,7 @@ def _fill(shape: tuple[int, ...], fill: Fill) -> NDArray[np.float32]:
 def _repack(parts: Sequence[StoredWeight], weight: Weight) -> StoredWeight:
     """Returns a weight in its own shape, built from the checkpoint's tensors."""
     first, *others = (part.packed().codes if part.is_float else part.dequantize() for part in parts)
-    if weight.stored_as == "row":
+    if weight.stored_as in ("row", "planes"):
         reshaped = first.reshape(weight.shape)
     elif weight.stored_as == "heads":
         reshaped = np.concatenate([first.reshape(-1), *others])

@@ -175,7 +175,7 @@ class LoraOptions:
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """Options of images in prompts."""
+    """Options of images, videos and audio in prompts."""
 
     max_images: int = option(16, "Multimodal", "Accept at most N images per prompt", low=1)
     max_image_tokens: int | None = option(
@@ -200,11 +200,15 @@ class MediaOptions:
     max_video_bytes: int = option(
         100 << 20, "Multimodal", "Reject larger video files", unit="bytes", low=1
     )
+    max_audios: int = option(8, "Multimodal", "Accept at most N audio files per prompt", low=1)
+    max_audio_bytes: int = option(
+        50 << 20, "Multimodal", "Reject larger audio files", unit="bytes", low=1
+    )
     media_dir: str | None = option(
-        None, "Multimodal", "Allow image files from this directory in prompts", derived="none"
+        None, "Multimodal", "Allow media files from this directory in prompts", derived="none"
     )
     allow_media_urls: bool = option(
-        False, "Multimodal", "Allow http and https image URLs in prompts"
+        False, "Multimodal", "Allow http and https media URLs in prompts"
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from octavo.engine.protocol.requests import EngineRequest
-from octavo.engine.protocol.step import MediaItem, MediaPixels
+from octavo.engine.protocol.step import MediaContent, MediaItem
 
 
 class EncoderCacheManager:
@@ -25,7 +25,7 @@ class EncoderCacheManager:
         """Number of rows by digest, least recently used first."""
         self._used: set[bytes] = set()
         """Media that the current step reads."""
-        self._encodes: list[MediaPixels] = []
+        self._encodes: list[MediaContent] = []
         self.num_encoded = 0
         """Number of media sent to be encoded since the start."""
 
@@ -35,14 +35,14 @@ class EncoderCacheManager:
             if item.is_encoded and item.start < end and start < item.end:
                 self._use(item, source.pixels)
 
-    def _use(self, item: MediaItem, pixels: Iterable[MediaPixels]) -> None:
+    def _use(self, item: MediaItem, pixels: Iterable[MediaContent]) -> None:
         self._used.add(item.digest)
         if self.kept.pop(item.digest, None) is None:
             self._encodes.append(next(each for each in pixels if each.digest == item.digest))
             self.num_encoded += 1
         self.kept[item.digest] = item.num_tokens
 
-    def pop_encodes(self) -> list[MediaPixels]:
+    def pop_encodes(self) -> list[MediaContent]:
         """Removes and returns the media that the next plan encodes."""
         encodes, self._encodes = self._encodes, []
         return encodes

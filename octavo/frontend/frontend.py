@@ -126,12 +126,11 @@ class Frontend:
 
     @property
     def media(self) -> frozenset[str]:
-        """Media types that the model accepts besides text: "image", "audio"."""
-        reads = {
-            "image": self.inputs.prompts.images.is_read,
-            "audio": self.transcriptions is not None,
-        }
-        return frozenset(kind for kind, is_read in reads.items() if is_read)
+        """Media types that the model accepts besides text: "image", "video" and "audio" in prompts;
+        "speech" if it transcribes.
+        """
+        speech = {"speech"} if self.transcriptions is not None else set()
+        return frozenset({*self.inputs.prompts.images.kinds, *speech})
 
     @property
     def pooling_jobs(self) -> PoolingJobs:

@@ -1,58 +1,70 @@
-"""Images in prompts and conversations: extracts and reads them, and inserts their tokens.
+"""Images, videos and audio in prompts and conversations: extracts and reads them, and inserts their
+tokens.
 
-`prompt_ports.ImageReader` decodes the image formats.
+`text.ports.MediaReader` decodes their formats.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from octavo.api.errors import InvalidRequest, shown
-from octavo.engine.protocol.step import MediaItem, MediaPixels
+from octavo.engine.protocol.step import MediaContent, MediaItem
 from octavo.frontend.arguments import Messages
-from octavo.text.ports import DecodedImage, ImageReader, PrefixPrompt, VideoSource
+from octavo.text.ports import AudioSource, DecodedMedia, MediaReader, PrefixPrompt, VideoSource
 
 KEY = "multi_modal_data"
-"""Key of a prompt's dict under which its images are given, as {"image": ...}."""
+"""Key of a prompt's dict under which its media are given, as {"image": ...}."""
+
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
+
+EXAMPLES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+NAMES = {"image": "an image", "video": "a video", "audio": "audio"}
+"""Media types and names of the kinds of media, for errors."""
 
 
-class PromptWithImages(NamedTuple):
+class PromptWithMedia(NamedTuple):
     """A prompt's tokens, including one for each row of an encoded image, and the positions of the
     images.
     """
 
     token_ids: list[int]
     media: list[MediaItem]
-    pixels: list[MediaPixels]
+    pixels: list[MediaContent]
 
 
 def get_images(prompt: object) -> list[Any]:
     if not isinstance(prompt, Mapping) or prompt.get(KEY) is None:
         return []
     media = prompt[KEY]
-    if not isinstance(media, Mapping) or not media.keys() <= {"image", "video"}:
+    if not isinstance(media, Mapping) or not media.keys() <= {"image", "video", "audio"}:
         raise InvalidRequest(
             f"{KEY}: got {shown(media)}, expected {{'image': IMAGE}} with an image or a list of"
-            " images, or {'video': [VIDEO]}",
+            " images, {'video': [VIDEO]}, or {'audio': [AUDIO]}",
             param=KEY,
         )
-    images, videos = media.get("image"), media.get("video")
+    images, videos, audio = (media.get(kind) for kind in ("image", "video", "audio"))
     images = list(images) if isinstance(images, list | tuple) else [images]
-    videos = videos if isinstance(videos, list) else [videos]
+    videos, audio = (each if isinstance(each, list) else [each] for each in (videos, audio))
     return [
         *(image for image in images if image is not None),
         *map(_video, (video for video in videos if video is not None)),
+        *map(_audio, (each for each in audio if each is not None)),
     ]
+
+
+def _audio(source: Any) -> Any:
+    return source if isinstance(source, DecodedMedia | AudioSource) else AudioSource(source)
 
 
 def _video(source: Any) -> Any:
     """Returns a video with its rate, if it is given as (frames, {"fps": RATE}) as in vLLM."""
-    if isinstance(source, DecodedImage | VideoSource):
+    if isinstance(source, DecodedMedia | VideoSource):
         return source
     fps = None
     if isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping):
@@ -63,8 +75,8 @@ def _video(source: Any) -> Any:
 
 
 def extract_images(messages: Messages) -> tuple[Messages, list[Any]]:
-    """Returns the messages with images replaced by {"type": "image"}, as chat templates expect, and
-    the list of images.
+    """Returns the messages with media replaced by {"type": "image"}, "video" or "audio", as chat
+    templates expect, and the list of media.
     """
     images: list[Any] = []
     plain: list[Mapping[str, Any]] = []
@@ -105,6 +117,12 @@ def _part(part: Any, images: list[Any], where: str) -> Any:
     if kind in ("video", "video_url"):
         images.append(_video(_source(part, "video", where)))
         return {"type": "video"}
+    if kind in ("audio", "audio_url"):
+        images.append(_audio(_source(part, "audio", where)))
+        return {"type": "audio"}
+    if kind == "input_audio":
+        images.append(_audio(input_audio_url(part.get("input_audio"), f"{where}.input_audio")))
+        return {"type": "audio"}
     if kind not in ("image", "image_url"):
         return part
     images.append(_source(part, "image", where))
@@ -116,27 +134,43 @@ def _source(part: Mapping[str, Any], noun: str, where: str) -> Any:
     if isinstance(source, Mapping):
         source = source.get("url")
     if source is None:
-        kind = {"image": "image/png", "video": "video/mp4"}[noun]
-        article = {"image": "an image", "video": "a video"}[noun]
         raise InvalidRequest(
-            f"{where}: got {article} part without {article}, expected a data URL",
+            f"{where}: got {NAMES[noun]} part without {NAMES[noun]}, expected a data URL",
             hint=f"write it as {{'type': '{noun}_url', '{noun}_url': {{'url':"
-            f" 'data:{kind};base64,...'}}}}",
+            f" 'data:{EXAMPLES[noun]};base64,...'}}}}",
             param=where,
         )
     return source
 
 
-class ImageInputs:
-    """Reads the images of prompts if the model accepts images."""
+def input_audio_url(audio: object, where: str) -> str:
+    """Returns the data URL of OpenAI's `input_audio`: base64 of a file, and its format."""
+    given = audio if isinstance(audio, Mapping) else {}
+    data, kind = given.get("data"), given.get("format", "wav")
+    if not isinstance(data, str):
+        raise InvalidRequest(
+            f"{where}: got {shown(audio)}, expected an object with data and format",
+            hint="write it as {'data': BASE64, 'format': 'wav'}",
+            param=where,
+        )
+    if kind not in AUDIO_FORMATS:
+        raise InvalidRequest(
+            f"{where}.format: got {shown(kind)}, expected {', '.join(AUDIO_FORMATS)}",
+            param=f"{where}.format",
+        )
+    return f"data:audio/{kind};base64,{data}"
 
-    def __init__(self, reader: ImageReader | None) -> None:
+
+class MediaInputs:
+    """Reads the images, videos and audio of prompts if the model accepts them."""
+
+    def __init__(self, reader: MediaReader | None) -> None:
         self._reader = reader
 
     @property
-    def is_read(self) -> bool:
-        """Whether the model accepts images."""
-        return self._reader is not None
+    def kinds(self) -> Set[str]:
+        """Kinds of media that the model accepts: "image", "video", "audio"."""
+        return set() if self._reader is None else self._reader.token_ids.keys()
 
     @property
     def replacements(self) -> Mapping[str, str]:
@@ -154,33 +188,35 @@ class ImageInputs:
         last = max(ends, default=0)
         return f"{text[:last]}{prefix.begin}{text[last:]}{prefix.end}"
 
-    def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
-        """Reads images; raises InvalidRequest if the model does not accept any."""
+    def read(self, sources: Sequence[Any]) -> list[DecodedMedia]:
+        """Reads media; raises InvalidRequest if the model does not accept any."""
         if self._reader is None:
-            is_video = isinstance(sources[0], VideoSource)
-            noun, what = ("video", "a video") if is_video else ("image", "an image")
+            given = {VideoSource: "video", AudioSource: "audio"}
+            noun = given.get(type(sources[0]), "image")
+            models = "an audio model, such as Qwen2-Audio or Voxtral"
+            if noun != "audio":
+                models = "a vision model, such as Qwen2.5-VL or Gemma 3"
             raise InvalidRequest(
-                f"{noun}: got {what}, but the model accepts text only",
-                hint="use a vision model, such as Qwen2.5-VL or Gemma 3, on one device",
+                f"{noun}: got {NAMES[noun]}, but the model accepts text only",
+                hint=f"use {models}, on one device",
                 param=noun,
             )
         return self._reader.read(sources)
 
-    def placed(self, token_ids: Sequence[int], sources: Sequence[Any]) -> PromptWithImages:
-        """Replaces each placeholder token by the tokens of one image or video."""
+    def placed(self, token_ids: Sequence[int], sources: Sequence[Any]) -> PromptWithMedia:
+        """Replaces each placeholder token by the tokens of one image, video or audio."""
         decoded = self.read(sources)
-        assert self._reader is not None, "images are refused without a reader"
-        images = [one for one in decoded if not one.is_video]
-        videos = [one for one in decoded if one.is_video]
-        token_id, video_token_id = self._reader.token_id, self._reader.video_token_id
+        assert self._reader is not None, "media are refused without a reader"
         prefix = self._reader.prefix
-        if prefix is not None and list(token_ids[1:2]) == [token_id]:
-            token_ids = token_ids[token_ids[0] != token_id :]  # the tokenizer's own first token
-        self._check_places(token_ids, token_id, len(images), "image")
-        left = {token_id: iter(images)}
-        if video_token_id is not None:
-            self._check_places(token_ids, video_token_id, len(videos), "video")
-            left[video_token_id] = iter(videos)
+        if prefix is not None:
+            token_id = self._reader.token_ids["image"]
+            if list(token_ids[1:2]) == [token_id]:
+                token_ids = token_ids[token_ids[0] != token_id :]  # the tokenizer's own first token
+        left: dict[int, Iterator[DecodedMedia]] = {}
+        for kind, token_id in self._reader.token_ids.items():
+            given_media = [one for one in decoded if one.kind == kind]
+            self._check_places(token_ids, token_id, len(given_media), kind)
+            left[token_id] = iter(given_media)
         new_ids: list[int] = []
         media: list[MediaItem] = []
         for token in token_ids:
@@ -193,7 +229,7 @@ class ImageInputs:
         if prefix is not None:
             media.append(_entire_prompt(new_ids, media, prefix))
         pixels = {view.digest: view for one in decoded for view in one.pixels}
-        return PromptWithImages(new_ids, media, list(pixels.values()))
+        return PromptWithMedia(new_ids, media, list(pixels.values()))
 
     def _check_places(
         self, token_ids: Sequence[int], token_id: int, num_given: int, noun: str
@@ -201,8 +237,9 @@ class ImageInputs:
         count = sum(token == token_id for token in token_ids)
         if count != num_given:
             words = " or ".join(map(repr, self.replacements)) or f"the token {token_id}"
+            nouns = noun if noun == "audio" else f"{noun}s"
             raise InvalidRequest(
-                f"prompt: has placeholders for {count} {noun}s, got {num_given}",
+                f"prompt: has placeholders for {count} {nouns}, got {num_given}",
                 hint=f"insert {words} once per {noun}, or send messages with {noun}_url parts",
                 param="prompt",
             )

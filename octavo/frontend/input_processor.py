@@ -27,12 +27,12 @@ from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, MAX_PRIORITY, E
 from octavo.engine.protocol.step import AdapterRef, EncoderInput
 from octavo.frontend.arguments import Prompt, as_list
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.images import ImageInputs, PromptWithImages, get_images
+from octavo.frontend.images import MediaInputs, PromptWithMedia, get_images
 from octavo.frontend.params_resolver import ParamsResolver, need_tokenizer
 from octavo.frontend.priority_function import PriorityFunction
 from octavo.frontend.prompt_inputs import PromptInputs, check_can_start, to_int_ids
 from octavo.text.grammar.lazy import LazyGrammars
-from octavo.text.ports import ImageReader, Tokenizer
+from octavo.text.ports import MediaReader, Tokenizer
 from octavo.text.unicode import check_unicode
 
 DECODER_KEYS = ("decoder_prompt", "decoder_prompt_token_ids")
@@ -103,7 +103,7 @@ class TokenizedInput:
     """Tokens that the decoder continues; same as `token_ids` without an encoder."""
     salt: str = ""
     encoder_input: EncoderInput | None = None
-    images: PromptWithImages | None = None
+    images: PromptWithMedia | None = None
 
 
 class InputProcessor:
@@ -119,7 +119,7 @@ class InputProcessor:
         scheduling_policy: str = "fcfs",
         priority_function: PriorityFunction | None = None,
         grammars: LazyGrammars | None = None,
-        images: ImageReader | None = None,
+        images: MediaReader | None = None,
         encoder: EncoderInputs | None = None,
         banned_token_ids: Iterable[int] = (),
     ) -> None:
@@ -127,7 +127,7 @@ class InputProcessor:
         config excludes from sampling.
         """
         self.limits = limits
-        self.prompts = PromptInputs(tokenizer, limits.prompts, ImageInputs(images), encoder)
+        self.prompts = PromptInputs(tokenizer, limits.prompts, MediaInputs(images), encoder)
         """Converts texts, ids and conversations to token ids."""
         self.encoder = encoder
         self.tokenizer = tokenizer

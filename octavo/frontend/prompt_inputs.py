@@ -14,7 +14,7 @@ from octavo.api.sampling_options import whole_number
 from octavo.engine.protocol.prompt_limits import AdmissionDecision, AllocStatus, PromptLimits
 from octavo.frontend.arguments import Messages, Prompt, as_list, check_messages
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.images import KEY, ImageInputs, extract_images, get_images
+from octavo.frontend.images import KEY, MediaInputs, extract_images, get_images
 from octavo.frontend.params_resolver import need_tokenizer
 from octavo.text.ports import Rendering, Tokenizer
 from octavo.text.unicode import LONG_TEXT_CHARACTERS, check_unicode
@@ -38,7 +38,7 @@ class PromptInputs:
 
     tokenizer: Tokenizer | None
     limits: PromptLimits
-    images: ImageInputs
+    images: MediaInputs
     encoder: EncoderInputs | None
     """Builds encoder inputs; None for a decoder-only model."""
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from octavo.engine.protocol.packed_image import pack_rows
-from octavo.engine.protocol.step import MediaItem, MediaPixels
-from octavo.text.ports import DecodedImage
+from octavo.engine.protocol.step import MediaContent, MediaItem
+from octavo.text.ports import DecodedMedia
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,10 @@ class ImageTokens:
     """
 
     token_id: int
-    """Token of each cell."""
+    """Placeholder token of an image or view."""
     multiple: int
+    row_id: int | None = None
+    """Token of each cell; None: `token_id`."""
     is_whole: bool = False
     """Whether a view's tokens attend to one another."""
     line_end: int | None = None
@@ -58,7 +60,11 @@ class ImageTokens:
     None: views follow each other.
     """
 
-    def decode(self, views: Sequence[MediaPixels], tiles: tuple[int, int]) -> DecodedImage:
+    @property
+    def cell_id(self) -> int:
+        return self.token_id if self.row_id is None else self.row_id
+
+    def decode(self, views: Sequence[MediaContent], tiles: tuple[int, int]) -> DecodedMedia:
         """Returns an image's views with their tokens; `tiles` are the rows and columns that the
         image was divided into, (0, 0) if it was not.
         """
@@ -66,7 +72,7 @@ class ImageTokens:
             template = [self.token_id] * len(views)
         else:
             template = self.tile_tokens(*tiles)
-        image = DecodedImage([], [], list(views))
+        image = DecodedMedia([], [], list(views))
         left = iter(views)
         for token_id in template:
             if token_id == self.token_id:
@@ -78,16 +84,16 @@ class ImageTokens:
     def decode_video(
         self,
         video: VideoTokens,
-        groups: Sequence[MediaPixels],
+        groups: Sequence[MediaContent],
         seconds: Sequence[float],
         group_seconds: float,
-    ) -> DecodedImage:
+    ) -> DecodedMedia:
         """Returns a video's groups of frames with their tokens; `seconds` are their times and
         `group_seconds` the time from one to the next.
         """
-        decoded = DecodedImage([], [], list(groups), is_video=True)
+        decoded = DecodedMedia([], [], list(groups), kind="video")
         for index, (view, second) in enumerate(zip(groups, seconds, strict=True)):
-            tokens = replace(self, token_id=video.token_id)
+            tokens = self if self.row_id is not None else replace(self, token_id=video.token_id)
             decoded.token_ids.extend(video.before(second))
             tokens.add_view(decoded, view)
             decoded.token_ids.extend(video.after)
@@ -97,16 +103,16 @@ class ImageTokens:
                 decoded.media[-1] = item
         return decoded
 
-    def add_view(self, image: DecodedImage, view: MediaPixels) -> None:
+    def add_view(self, image: DecodedMedia, view: MediaContent) -> None:
         """Appends a view's tokens."""
         if self.has_newline:
             count = self._count_packed(view)
             first_row, grid = len(image.token_ids), (1, count)
             image.media.append(MediaItem(view.digest, first_row, count, grid, self.is_whole))
-            image.token_ids.extend([self.token_id] * count)
+            image.token_ids.extend([self.cell_id] * count)
             return
         rows, columns = view.height // self.multiple, view.width // self.multiple
-        token_ids = [self.token_id] * columns
+        token_ids = [self.cell_id] * columns
         if self.line_end is not None:
             token_ids.append(self.line_end)
         token_ids *= rows
@@ -124,7 +130,7 @@ class ImageTokens:
             token_ids[-1] = self.image_end
         image.token_ids.extend(token_ids)
 
-    def _count_packed(self, view: MediaPixels) -> int:
+    def _count_packed(self, view: MediaContent) -> int:
         side = view.width // self.multiple
         if view.tiles == (0, 0):
             return side * side + 1

@@ -28,12 +28,26 @@ class ImageLimits:
     noun: str = "image"
     """What is limited, as errors and options call it."""
 
+    @property
+    def example(self) -> str:
+        """A media type of what is limited."""
+        return {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}[self.noun]
+
     def error(self, what: str, hint: str) -> InvalidRequest:
         return InvalidRequest(f"{self.noun}: {what}", hint=hint, param=self.noun)
 
 
 def image_error(what: str, hint: str) -> InvalidRequest:
     return InvalidRequest(f"image: {what}", hint=hint, param="image")
+
+
+def check_count(count: int, limits: ImageLimits) -> None:
+    if count > limits.max_images:
+        noun = limits.noun if limits.noun == "audio" else f"{limits.noun}s"
+        raise limits.error(
+            f"got {count} {noun}, expected at most {limits.max_images} per prompt",
+            f"send fewer {noun}, or start the engine with a larger --max-{limits.noun}s",
+        )
 
 
 def check_bytes(num_bytes: int, limits: ImageLimits) -> None:

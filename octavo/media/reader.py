@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.engine.protocol.step import MediaPixels
+from octavo.engine.protocol.step import MediaContent
 from octavo.media.image_tokens import ImageTokens
-from octavo.media.limits import ImageLimits, check_size, image_error
+from octavo.media.limits import ImageLimits, check_count, check_size, image_error
 from octavo.media.rules import ImageRules
-from octavo.media.sources import read_file, read_source
+from octavo.media.sources import read_own_file, read_source
 from octavo.media.video import VideoReader, group_frames, video_error
 from octavo.media.views import cut_views, pad_to_square
-from octavo.text.ports import DecodedImage, PrefixPrompt, VideoSource
+from octavo.text.ports import DecodedMedia, MediaKind, PrefixPrompt, VideoSource
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,7 +32,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class PillowReader:
-    """Implements `ImageReader` with Pillow."""
+    """Reads images and videos with Pillow."""
 
     rules: ImageRules
     limits: ImageLimits
@@ -45,22 +45,25 @@ class PillowReader:
     prefix: PrefixPrompt | None = None
 
     @property
-    def token_id(self) -> int:
-        """Placeholder token of each image row."""
-        return self.tokens.token_id
+    def token_ids(self) -> Mapping[MediaKind, int]:
+        """Placeholder tokens of images, and of videos if the model reads them."""
+        token_ids: dict[MediaKind, int] = {"image": self.tokens.token_id}
+        if self.videos is not None:
+            token_ids["video"] = self.videos.tokens.token_id
+        return token_ids
 
-    def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
+    def read(self, sources: Sequence[Any]) -> list[DecodedMedia]:
         """Reads images from URLs, paths, bytes, Pillow images or arrays, and videos."""
         num_videos = sum(map(is_video, sources))
-        _check_count(len(sources) - num_videos, self.limits)
+        check_count(len(sources) - num_videos, self.limits)
         if self.videos is not None:
-            _check_count(num_videos, self.videos.limits)
+            check_count(num_videos, self.videos.limits)
         need_pillow()
         is_alone = len(sources) == 1
         return [self._read(source, is_alone=is_alone) for source in sources]
 
-    def _read(self, source: object, *, is_alone: bool) -> DecodedImage:
-        if isinstance(source, DecodedImage):
+    def _read(self, source: object, *, is_alone: bool) -> DecodedMedia:
+        if isinstance(source, DecodedMedia):
             return source
         if not isinstance(source, VideoSource):
             return self._cut_and_resize(self._image(source), is_alone=is_alone)
@@ -76,21 +79,16 @@ class PillowReader:
         group_seconds = self.videos.rules.group / frames.sampled_fps
         return self.tokens.decode_video(self.videos.tokens, pixels, seconds, group_seconds)
 
-    @property
-    def video_token_id(self) -> int | None:
-        """Placeholder token of each row of a video; None if the model reads no videos."""
-        return None if self.videos is None else self.videos.tokens.token_id
-
     def _image(self, source: object) -> Image:
         if isinstance(source, str):
             return decoded(read_source(source, self.limits), self.limits)
         if isinstance(source, Path):  # a server's clients cannot send these
-            return decoded(_own_file(source, self.limits), self.limits)
+            return decoded(read_own_file(source, self.limits), self.limits)
         if isinstance(source, bytes):
             return decoded(source, self.limits)
         return as_image(source, self.limits)
 
-    def _cut_and_resize(self, image: Image, *, is_alone: bool) -> DecodedImage:
+    def _cut_and_resize(self, image: Image, *, is_alone: bool) -> DecodedMedia:
         if self.tokens.tiles_alone and not is_alone:
             views = pad_to_square(image, self.rules)
         else:
@@ -107,12 +105,12 @@ class PillowReader:
         source: tuple[int, int] = (0, 0),
         *,
         num_frames: int = 1,
-    ) -> MediaPixels:
+    ) -> MediaContent:
         """Returns views of one size below each other, or the frames of a video."""
         data = b"".join(view.tobytes() for view in views)
         height, width = len(views) // num_frames * views[0].height, views[0].width
         digest = self._digest((height, width, *tiles, *source), data)
-        return MediaPixels(
+        return MediaContent(
             digest=digest,
             height=height,
             width=width,
@@ -134,22 +132,9 @@ class PillowReader:
 
 
 def is_video(source: object) -> bool:
-    return source.is_video if isinstance(source, DecodedImage) else isinstance(source, VideoSource)
-
-
-def _check_count(count: int, limits: ImageLimits) -> None:
-    if count > limits.max_images:
-        noun = limits.noun
-        raise limits.error(
-            f"got {count} {noun}s, expected at most {limits.max_images} per prompt",
-            f"send fewer {noun}s, or start the engine with a larger --max-{noun}s",
-        )
-
-
-def _own_file(path: Path, limits: ImageLimits) -> bytes:
-    """Reads a file whose path comes from the program that embeds the engine."""
-    own = ImageLimits(limits.max_images, limits.max_bytes, limits.max_pixels, folder=path.parent)
-    return read_file(path.name, own)
+    if isinstance(source, DecodedMedia):
+        return source.kind == "video"
+    return isinstance(source, VideoSource)
 
 
 def need_pillow() -> None:

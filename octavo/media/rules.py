@@ -35,7 +35,9 @@ class PixelSize(NamedTuple):
     width: int
 
 
-Resize = Literal["area", "longest_edge", "square", "crop", "tiles", "best_tiles", "padded_tiles"]
+Resize = Literal[
+    "area", "longest_edge", "square", "crop", "tiles", "best_tiles", "padded_tiles", "budget"
+]
 """How an image is resized; `views.py` has a function for each."""
 
 DEFAULTS: dict[Resize, tuple[Colors, int]] = {
@@ -46,6 +48,7 @@ DEFAULTS: dict[Resize, tuple[Colors, int]] = {
     "tiles": (STANDARD, LANCZOS),
     "best_tiles": (CLIP, BICUBIC),
     "padded_tiles": (CLIP, BICUBIC),
+    "budget": (STANDARD, BICUBIC),
 }
 """Means and standard deviations, and resampling filter, that the files may omit."""
 
@@ -84,15 +87,21 @@ def image_rules(
     max_tokens: int | None = None,
     resize: Resize | None = None,
     resolutions: tuple[tuple[int, int], ...] = (),
+    default_tokens: int | None = None,
 ) -> ImageRules:
     """Reads the rules from the contents of preprocessor_config.json; {} for a model without this
     file.
 
     `side` and `multiple` are the tower's; an image that keeps its aspect ratio has at most
     `max_tokens` tokens (None: as many as a square of the longest edge, or `MAX_TOKENS`). Without
-    `resize`, images are scaled to `side`, or within an area.
+    `resize`, images are scaled to `side`, or within an area. `default_tokens`: most tokens of an
+    image that is scaled to a budget, if the file does not say.
     """
     config = config.get("image_processor", config)
+    if resize == "budget":
+        budget = _number("max_soft_tokens", config.get("max_soft_tokens") or default_tokens)
+        max_tokens = min(budget, max_tokens or budget)
+        config = {name: config[name] for name in ("resample",) if name in config}
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if config.get(name) is False:
             raise _wrong(name, False, "true")
@@ -180,6 +189,7 @@ EDGES: dict[Resize, Callable[[Mapping[str, Any], Mapping[str, Any], int | None],
     "tiles": _edge_of_tiles,
     "best_tiles": _cropped_edge,
     "padded_tiles": _no_edge,
+    "budget": _no_edge,
 }
 """Functions that read `ImageRules.edge`."""
 

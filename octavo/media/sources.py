@@ -1,4 +1,4 @@
-"""Loads image bytes from a data URL, a file in the allowed folder, or an http(s) URL if allowed."""
+"""Loads the bytes of media from a data URL, a file in the allowed folder, or an http(s) URL."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import binascii
 import functools
 import re
 import urllib.parse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ def read_file(name: str, limits: ImageLimits) -> bytes:
     """Reads a file of the allowed folder, given by relative path or `file:` URL."""
     if limits.folder is None:
         raise limits.error(
-            f"got {name[:80]!r}, expected data URLs such as data:image/png;base64,...",
+            f"got {name[:80]!r}, expected data URLs such as data:{limits.example};base64,...",
             "start the engine with --media-dir to allow files of a directory",
         )
     folder = limits.folder.resolve()
@@ -61,6 +62,12 @@ def read_file(name: str, limits: ImageLimits) -> bytes:
         )
     check_bytes(path_inside.stat().st_size, limits)
     return _bounded(path_inside, limits)
+
+
+def read_own_file(path: Path, limits: ImageLimits) -> bytes:
+    """Reads a file whose path comes from the program that embeds the engine."""
+    own = replace(limits, folder=path.parent)
+    return read_file(path.name, own)
 
 
 def _inside(folder: Path, path: Path) -> Path | None:
@@ -84,7 +91,7 @@ def _from_data_url(url: str, limits: ImageLimits) -> bytes:
     if head is None or not head["base64"]:
         raise limits.error(
             f"got the data URL {url[:40]!r}, which is not a valid data URL",
-            "write it as data:image/png;base64,...",
+            f"write it as data:{limits.example};base64,...",
         )
     return read_base64(url[head.end() :], limits)
 
@@ -93,7 +100,7 @@ def _fetch(url: str, limits: ImageLimits) -> bytes:
     if not limits.fetches_urls:
         raise limits.error(
             f"got the address {url[:80]!r}, but fetching URLs is disabled",
-            "send the image as a data URL, or start the engine with --allow-media-urls",
+            f"send the {limits.noun} as a data URL, or start the engine with --allow-media-urls",
         )
     import httpx2
 

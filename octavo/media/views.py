@@ -59,6 +59,22 @@ def area_size(height: int, width: int, rules: ImageRules) -> PixelSize:
     return PixelSize(high, wide)
 
 
+def _by_budget(image: Image, rules: ImageRules) -> Views:
+    """Scales to the largest area of the same shape within the limit, and rounds both sides down, as
+    Gemma 4.
+    """
+    _check_ratio(image)
+    unit, height, width = rules.multiple, image.height, image.width
+    factor = math.sqrt(rules.max_pixels / (height * width))
+    high, wide = (math.floor(factor * side / unit) * unit for side in (height, width))
+    longest = rules.max_pixels // unit
+    if high == 0:
+        high, wide = unit, min(width // height * unit, longest)
+    elif wide == 0:
+        high, wide = min(height // width * unit, longest), unit
+    return Views([resized(image, PixelSize(high, wide), rules)])
+
+
 def _by_longest_edge(image: Image, rules: ImageRules) -> Views:
     """Keeps the shape within limits of the longest edge and the area, and rounds both sides up, as
     Pixtral.
@@ -239,4 +255,5 @@ RESIZERS: dict[Resize, Callable[[Image, ImageRules], Views]] = {
     "tiles": _to_tiles,
     "best_tiles": _to_best_tiles,
     "padded_tiles": _to_padded_tiles,
+    "budget": _by_budget,
 }

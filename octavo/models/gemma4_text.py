@@ -29,6 +29,13 @@ ROPES = {
 
 
 def build(config: HfConfig) -> dict[str, Program]:
+    return build_gemma4(config, has_media=False)
+
+
+def build_gemma4(config: HfConfig, *, has_media: bool) -> dict[str, Program]:
+    """Builds the decoder; with `has_media` it accepts rows of images, whose tokens are the padding
+    token if the model has per-layer embeddings.
+    """
     config.refuse_unless("use_bidirectional_attention", "vision")  # images only
     shape = DecoderShape.read(config, num_kv_heads=4, head_dim=256, tied=True)
     windows = config.layer_windows(shape.num_layers, config.window(512), lambda i: (i + 1) % 6 != 0)
@@ -45,9 +52,8 @@ def build(config: HfConfig) -> dict[str, Program]:
     )
     b = Builder("decoder", groups, shape.vocab_size)
     ids, scale = b.token_ids(), shape.hidden_size**0.5
-    x = embedded = b.embedding(
-        ids, "model.embed_tokens", shape.vocab_size, shape.hidden_size, scale=scale
-    )
+    x = b.embedding(ids, "model.embed_tokens", shape.vocab_size, shape.hidden_size, scale=scale)
+    x = embedded = b.scatter_rows(x) if has_media else x
     for i in range(shape.num_layers):
         own = None if layers.own is None else layers.own(b, ids, embedded, i)
         x = layers(b, x, own, i)

@@ -80,6 +80,16 @@ def table_part(b: Builder, ids: Value, table: Weight, columns: Span, *, scale: f
     return out
 
 
+def add_constant(b: Builder, x: Value, number: float) -> Value:
+    """Adds a number to each element; returns x itself if it is 0."""
+    if number == 0:
+        return x
+    added = b.value("constant", x.axis, 1)
+    table = Weight(f"constant.{number!r}", (1, 1), fill=number)
+    b.append(Embedding(added, table, by_position=True, others_first=True))
+    return b.add(x, added)
+
+
 def scale_columns(b: Builder, x: Value, name: str, width: int | None = None) -> Value:
     """Multiplies each column by its value in the named tensor, or all by one value if `width`
     is 1.

@@ -65,7 +65,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     projector = b.finish(rows=b.gather_rows(family.projector(b, rows, config)))
     vit.vision.without_effect("image_size")
     refuse_unread_vision(vit.vision)
-    text = _build_text(config.with_values(**dict(family.text_values)), family)
+    text = build_text(config.with_values(**dict(family.text_values)), family.text)
     programs = {"vision": tower, "projector": projector}
     if layout.resize == "padded_tiles":
         programs[NEWLINE] = _newline(config.size("hidden_size"))
@@ -91,9 +91,11 @@ def _vit(config: HfConfig) -> Vit:
     return Vit.read(vision_config(config), family.vision, family.prefix)
 
 
-def _build_text(config: HfConfig, family: ImageTextFamily) -> dict[str, Program]:
-    """Builds the decoder by the family of its own model_type."""
-    model_type = config.text("text_model_type", family.text)
+def build_text(config: HfConfig, default: str) -> dict[str, Program]:
+    """Builds the decoder by the family of its own model_type; `default` is the one of a config that
+    does not say.
+    """
+    model_type = config.text("text_model_type", default)
     module = get_module(model_type)
     programs: dict[str, Program] = module.build(config.with_values(model_type=model_type))
     if set(programs) != {"decoder"}:

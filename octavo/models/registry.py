@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from octavo.api.errors import UnsupportedModel
+from octavo.models.audio import AudioLayout
 from octavo.models.config_keys import refuse_unread
 from octavo.models.derived import program_path, read_programs
 from octavo.models.hf_config import HfConfig
@@ -37,6 +38,11 @@ def _image_text(models: str) -> ModelFamily:
     return ModelFamily(models, module="image_text")
 
 
+def _audio_text(models: str) -> ModelFamily:
+    """Returns a family that `audio_text.py` builds."""
+    return ModelFamily(models, module="audio_text")
+
+
 FAMILIES: dict[str, ModelFamily] = {
     "albert": ModelFamily("ALBERT", "encoder"),
     "bamba": ModelFamily("Bamba"),
@@ -63,7 +69,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "gemma3": ModelFamily("Gemma 3 with images"),
     "gemma3_text": ModelFamily("Gemma 3"),
     "gemma3n_text": ModelFamily("Gemma 3n"),
-    "gemma4": ModelFamily("Gemma 4 with towers, text only"),
+    "gemma4": ModelFamily("Gemma 4 with images"),
     "gemma4_text": ModelFamily("Gemma 4"),
     "gemma4_unified": ModelFamily("Gemma 4 12B, text only"),
     "glm": ModelFamily("GLM-4 9B"),
@@ -121,6 +127,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "phi3": ModelFamily("Phi-3, Phi-4"),
     "phimoe": ModelFamily("Phi-3.5-MoE", "experts"),
     "qwen2": ModelFamily("Qwen2, Qwen2.5"),
+    "qwen2_audio": _audio_text("Qwen2-Audio"),
     "qwen2_5_vl": ModelFamily("Qwen2.5-VL"),
     "qwen2_moe": ModelFamily("Qwen1.5-MoE, Qwen2-57B-A14B", "experts"),
     "qwen2_vl": ModelFamily("Qwen2-VL"),
@@ -140,6 +147,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "stablelm": ModelFamily("StableLM"),
     "starcoder2": ModelFamily("StarCoder2"),
     "t5": ModelFamily("T5, Flan-T5", "encoder-decoder"),
+    "voxtral": _audio_text("Voxtral"),
     "whisper": ModelFamily("Whisper", "encoder-decoder"),
     "xlm-roberta": ModelFamily("XLM-R, multilingual E5, BGE-M3", "encoder", gguf_as="bert"),
 }
@@ -179,6 +187,16 @@ def image_layout(config: Mapping[str, Any]) -> ImageLayout | None:
     return found
 
 
+def audio_layout(config: Mapping[str, Any]) -> AudioLayout | None:
+    """Returns a model's audio layout; None if its decoder reads no audio."""
+    if not isinstance(config.get("audio_config"), dict):
+        return None
+    hf = HfConfig(config)
+    module = get_module(hf.model_type)
+    found: AudioLayout | None = module.audio_layout(hf) if hasattr(module, "audio_layout") else None
+    return found
+
+
 def build_alignment(
     config: Mapping[str, Any], heads: Sequence[tuple[int, int]]
 ) -> dict[str, Program] | None:
@@ -196,7 +214,7 @@ def build_alignment(
 
 def build_programs(config: Mapping[str, Any], *, every_key: bool = False) -> dict[str, Program]:
     """Builds the Programs of a model by name: "decoder" and, depending on the family, "encoder", or
-    "vision" and "projector".
+    "vision" and "projector", "audio" and "audio_projector".
 
     With `every_key`, a config with a value that is never read is rejected. Programs that store KV
     declare the same cache groups in the same order.

@@ -77,6 +77,8 @@ class ImageLayout:
     """Side of a cell in patches; a cell becomes one row of the decoder."""
     token_id: int
     """Placeholder token of an image row."""
+    row_id: int | None = None
+    """Token of an image row in prompts; None: `token_id`."""
     named_by: int | None = None
     """Token that refers to an image in a prompt; None: the row token."""
     written: tuple[int | str, ...] = ()
@@ -97,10 +99,21 @@ class ImageLayout:
     side: int | None = None
     """Fixed side of every image in pixels; None: the aspect ratio is kept."""
     resize: (
-        Literal["area", "longest_edge", "square", "crop", "tiles", "best_tiles", "padded_tiles"]
+        Literal[
+            "area",
+            "longest_edge",
+            "square",
+            "crop",
+            "tiles",
+            "best_tiles",
+            "padded_tiles",
+            "budget",
+        ]
         | None
     ) = None
     """How images are resized; None: to `side`, or within an area if the aspect ratio is kept."""
+    default_tokens: int | None = None
+    """Most tokens of an image unless the image processor's file says; None: the file's area."""
     tile_texts: TileTexts | None = None
     resolutions: tuple[tuple[int, int], ...] = ()
     """Heights and widths that an image of padded tiles may be padded to."""
@@ -117,6 +130,8 @@ class ImageLayout:
     """Text of the token that replaces the last `line_end`."""
     has_class_row: bool = False
     """Whether the tower computes a class row before the patches."""
+    colors_last: bool = False
+    """Whether a patch's row holds the colors of one pixel side by side."""
     splits_columns: bool = False
     """Whether a cell's row holds the values of one column of all patches side by side, instead of
     one patch after the other."""
@@ -194,14 +209,14 @@ def vision_config(config: HfConfig) -> HfConfig:
     return HfConfig(config.table("vision_config"))
 
 
-def get_axial_theta(vision: HfConfig) -> float:
+def get_axial_theta(vision: HfConfig, default: float = 10_000.0) -> float:
     """Returns the base of a tower's RoPE by row and column."""
     given = vision.table("rope_parameters")
-    if given.get("rope_type", "axial") != "axial":
+    if given.get("rope_type", "axial") not in ("axial", "default"):  # older files: "default"
         raise UnsupportedModel(
             f"config.json: rope_type in vision_config is {given['rope_type']!r}, expected 'axial'"
         )
-    return float(given.get("rope_theta") or vision.positive("rope_theta", 10_000.0))
+    return float(given.get("rope_theta") or vision.positive("rope_theta", default))
 
 
 def refuse_unread_vision(vision: HfConfig) -> None:

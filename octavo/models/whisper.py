@@ -1,9 +1,7 @@
 """Whisper: an encoder of log-mel frames after two convolutions, and a text decoder. Radford et al.
 2022.
 
-The encoder has a row per second frame. Its input row contains the frames that the convolutions
-cover: three runs of three frames. A run is followed by a 1 (for the bias) if its middle frame is
-part of the audio; otherwise the run is all zeros.
+The encoder has a row per second frame; `speech_encoder.py` describes its input rows.
 """
 
 from __future__ import annotations
@@ -21,8 +19,9 @@ from octavo.models.seq2seq import (
     finish_encoder,
     learned_positions,
 )
+from octavo.models.speech_encoder import convolve
 from octavo.program.builder import Builder
-from octavo.program.program import TAPS, Program, Value, Weight
+from octavo.program.program import Program
 
 
 def build(config: HfConfig) -> dict[str, Program]:
@@ -79,26 +78,7 @@ def _build_encoder(
 ) -> Program:
     num_bands = config.size("num_mel_bins", 80)
     num_positions = config.integer("max_source_positions", 1500, low=1)
-    b = Builder("encoder", shape.groups, shape.vocab_size)
-    module, run = "model.encoder", TAPS * num_bands + 1
-    rows = b.input_rows(TAPS * run)
-    name, whole = f"{module}.conv1", (shape.width, TAPS * run)
-    sources = (f"{name}.weight", f"{name}.bias")
-    x: Value | None = None
-    for tap in range(TAPS):
-        first = Weight(f"{name}.{tap}", whole, sources, stored_as="run", tap=tap)
-        frame = b.act(b.linear_from(rows, first, name="frame"), "gelu")
-        second = Weight(
-            f"{module}.conv2.{tap}",
-            (shape.width, shape.width),
-            (f"{module}.conv2.weight",),
-            stored_as="tap",
-            tap=tap,
-        )
-        bias = Weight(f"{module}.conv2.bias", (shape.width,)) if tap == 0 else None
-        part = b.linear_from(frame, second, bias, name="convolved")
-        x = part if x is None else b.add(x, part)
-    assert x is not None, "a convolution has taps"
-    x = b.act(x, "gelu")
+    b, module = Builder("encoder", shape.groups, shape.vocab_size), "model.encoder"
+    x = convolve(b, module, num_bands, shape.width)
     x = b.add(x, b.position_embedding(f"{module}.embed_positions", num_positions, shape.width))
     return finish_encoder(b, x, shape, style, taps)

@@ -125,10 +125,10 @@ class Impulse:
 TAPS = 3
 """Taps of a convolution over time."""
 
-StoredAs = Literal["", "row", "heads", "tap", "run"]
-"""Checkpoint layout of a weight with a different shape: `row`: `[1, n]`; `tap`: one tap of a
-convolution `[out, in, TAPS]`; `run`: such a convolution with a bias, applied to one of TAPS runs of
-rows and a 1, `[out, TAPS * (TAPS * in + 1)]`."""
+StoredAs = Literal["", "row", "heads", "planes", "tap", "run"]
+"""Checkpoint layout of a weight with a different shape: `row`: `[1, n]`; `planes`: rows in planes,
+`[kernel[0], n, in]`; `tap`: one tap of a convolution `[out, in, TAPS]`; `run`: such a convolution
+with a bias, applied to one of TAPS runs of rows and a 1, `[out, TAPS * (TAPS * in + 1)]`."""
 
 
 Fill = float | tuple[float, ...] | Sinusoids | Growth | PowerGrowth | Selection | Impulse
@@ -225,8 +225,9 @@ class Weight:
         if not self.stored_as:
             return (self,)
         first = self.tensor_names[0]
-        if self.stored_as == "row":
-            return (Weight(first, (1, *self.shape)),)
+        if self.stored_as in ("row", "planes"):
+            count = self.kernel[0] if self.kernel else 1
+            return (Weight(first, (count, self.shape[0] // count, *self.shape[1:])),)
         if self.stored_as == "heads":
             if not self.sources:
                 return (Weight(first, (self.shape[0] // self.kernel[0], *self.kernel)),)

@@ -24,6 +24,11 @@ def video_part(source: str) -> dict[str, Any]:
     return {"type": "video", "video": source}
 
 
+def audio_part(source: str) -> dict[str, Any]:
+    """Returns the plain part of an audio, given by data URL, URL or file name."""
+    return {"type": "audio", "audio": source}
+
+
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
@@ -34,7 +39,7 @@ def base64_source(data: str, media_type: str = "image/png") -> str:
 
 
 def join_parts(parts: Sequence[dict[str, Any]]) -> Content:
-    """Returns the parts unchanged if any is an image or a video, else their joined texts."""
+    """Returns the parts unchanged if any is an image, video or audio, else their joined texts."""
     if any(part["type"] != "text" for part in parts):
         return list(parts)
     return "\n".join(part["text"] for part in parts)
@@ -46,7 +51,7 @@ def has_images(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def url_source(image: object, where: str, kind: str = "image/png") -> str:
-    """Returns the source of an OpenAI image or video part."""
+    """Returns the source of an OpenAI image, video or audio part."""
     if isinstance(image, Mapping):
         image = image.get("url")
     if not isinstance(image, str):

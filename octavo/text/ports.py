@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from octavo.api.pooling_params import PairIds, TextPair
 from octavo.api.structured_outputs import GrammarSpec
-from octavo.engine.protocol.step import MediaItem, MediaPixels
+from octavo.engine.protocol.step import MediaContent, MediaItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,16 +246,19 @@ class Tokenizer(Protocol):
         ...
 
 
+MediaKind = Literal["image", "video", "audio"]
+
+
 @dataclass(frozen=True, slots=True)
-class DecodedImage:
-    """A preprocessed image: one or several views, and the tokens that represent them."""
+class DecodedMedia:
+    """A preprocessed image, video or audio: its parts, and the tokens that represent them."""
 
     token_ids: list[int]
-    """Tokens that replace the image's placeholder token."""
+    """Tokens that replace the placeholder token."""
     media: list[MediaItem]
-    """The views and their ranges in `token_ids`."""
-    pixels: list[MediaPixels]
-    is_video: bool = False
+    """The parts, such as an image's views, and their ranges in `token_ids`."""
+    pixels: list[MediaContent]
+    kind: MediaKind = "image"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +269,14 @@ class VideoSource:
     """URL or bytes of a file, or a list of frames: Pillow images or arrays."""
     fps: float | None = None
     """Frames per second of a list of frames; None: the rate at which the model samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class AudioSource:
+    """An audio of a request, before it is read."""
+
+    audio: Any
+    """URL, path or bytes of a file, or samples from -1 to 1: an array, or (array, rate in Hz)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,22 +291,17 @@ class PrefixPrompt:
     """Most tokens of such a prompt, which one step computes."""
 
 
-class ImageReader(Protocol):
-    """Reads images of requests. Implemented by `media/reader.py`."""
+class MediaReader(Protocol):
+    """Reads images, videos and audio of requests. Implemented by `media/prompt_media.py`."""
 
     @property
-    def token_id(self) -> int:
-        """Placeholder token of each image row."""
-        ...
-
-    @property
-    def video_token_id(self) -> int | None:
-        """Placeholder token of each row of a video; None if the model reads no videos."""
+    def token_ids(self) -> Mapping[MediaKind, int]:
+        """Placeholder tokens of the kinds of media that the model reads."""
         ...
 
     @property
     def replacements(self) -> Mapping[str, str]:
-        """Placeholder texts of an image in a prompt, and their replacements, each of which contains
+        """Placeholder texts of a medium in a prompt, and their replacements, each of which contains
         the token once.
         """
         ...
@@ -305,8 +311,8 @@ class ImageReader(Protocol):
         """Form of prompts with images; None: their text tokens are causal."""
         ...
 
-    def read(self, sources: Sequence[Any]) -> list[DecodedImage]:
-        """Reads images from paths, URLs or bytes, and videos from `VideoSource`; raises
-        InvalidRequest for an invalid one.
+    def read(self, sources: Sequence[Any]) -> list[DecodedMedia]:
+        """Reads images from paths, URLs or bytes, videos from `VideoSource` and audio from
+        `AudioSource`; raises InvalidRequest for an invalid one.
         """
         ...

@@ -1,7 +1,6 @@
 """Builds the image reader of the frontend and the vision tower of the worker.
 
-Both are configured by the checkpoint's config.json and preprocessor_config.json. A model split over
-several ranks supports text only.
+Both are configured by the checkpoint's config.json and preprocessor_config.json.
 """
 
 from __future__ import annotations
@@ -13,58 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from octavo.api.errors import ConfigError, UnsupportedModel
-from octavo.checkpoint.dummy import DummyWeights
 from octavo.checkpoint.json_file import read_json
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
-from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.config.engine_config import EngineConfig
-from octavo.config.paths import expand_path, path_exists
-from octavo.executor.base import Backend, BackendOptions, Footprint
-from octavo.executor.kv import BLOCK_SIZE
 from octavo.media.image_tokens import ImageTokens, VideoTokens
 from octavo.media.limits import ImageLimits
 from octavo.media.reader import PillowReader
 from octavo.media.rules import ImageRules, image_rules, rules_file, video_rules_file
 from octavo.media.video import VideoReader, video_rules
 from octavo.models.registry import build_programs, image_layout
-from octavo.models.vision import NEWLINE, TOWER, ImageLayout
-from octavo.program.program import Program
-from octavo.text.ports import ImageReader, PrefixPrompt, Tokenizer
-from octavo.wiring.speculation.draft import add_footprints
+from octavo.models.vision import ImageLayout
+from octavo.text.ports import PrefixPrompt, Tokenizer
 from octavo.worker.media.image_tower import ImageTower
 from octavo.worker.media.patches import PixelScale
-
-
-def get_image_layout(config: EngineConfig, checkpoint: ModelHeader) -> ImageLayout | None:
-    """Returns the layout of images as rows of the model; None if the model reads no images with
-    this config.
-    """
-    if config.backend.num_stage_ranks > 1:
-        return None
-    return image_layout(checkpoint.config)
+from octavo.worker.media.tower import TowerPrograms
 
 
 def make_image_reader(
-    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None
-) -> ImageReader | None:
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None, limits: ImageLimits
+) -> PillowReader | None:
     """Builds the reader of images in prompts; None if the model reads no images."""
-    layout = get_image_layout(config, checkpoint)
+    layout = image_layout(checkpoint.config)
     if layout is None or (tokenizer is None and (layout.line_end or layout.tile_texts)):
         return None
-    media = config.media
-    folder = None if media.media_dir is None else expand_path(media.media_dir)
-    if folder is not None and not (path_exists(folder) and folder.is_dir()):
-        raise ConfigError(
-            f"media_dir: {folder} is not a directory",
-            hint="create the directory, or omit media_dir",
-        )
-    limits = ImageLimits(
-        media.max_images,
-        media.max_image_bytes,
-        media.max_image_pixels,
-        folder,
-        media.allow_media_urls,
-    )
     rules = _rules(config, checkpoint, layout)
     _check_fits(config, layout, rules)
     return PillowReader(
@@ -130,71 +100,18 @@ def _video_replacements(layout: ImageLayout, tokenizer: Tokenizer | None) -> dic
     return {f"{begin}{token}{end}": token}
 
 
-def load_tower(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    options: BackendOptions,
-    make_backend: Callable[[BackendOptions], Backend],
-) -> ImageTower | None:
-    """Loads the vision tower with its own backend; None if the model has none."""
-    layout = get_image_layout(config, checkpoint)
-    if layout is None:
-        return None
-    whole = build_programs(checkpoint.config)
-    programs = {name: whole[name] for name in (*TOWER, NEWLINE) if name in whole}
+def make_image_tower(
+    config: EngineConfig, checkpoint: Checkpoint, layout: ImageLayout, parts: TowerPrograms
+) -> ImageTower:
     rules = _rules(config, checkpoint, layout)
-    backend = make_backend(_tower_options(options, layout, rules))
-    is_dummy = config.model.load_format == "dummy"
-    prepared = {}
-    for name, program in programs.items():
-        formats = loaded_formats(checkpoint, config.model.dtype, None, program)
-        backend.check(program, formats)
-        weights = (
-            DummyWeights(formats) if is_dummy else WeightReader(checkpoint, config.model.dtype)
-        )
-        prepared[name] = backend.prepare_program(program, weights.load)
-    scale = PixelScale(rules.factor, rules.mean, rules.std)
-    return ImageTower(layout, scale, programs, prepared, backend)
+    return ImageTower(layout, PixelScale(rules.factor, rules.mean, rules.std), parts)
 
 
-def with_tower(
-    config: EngineConfig,
-    header: ModelHeader,
-    footprint: Footprint,
-    options: BackendOptions,
-    make_backend: Callable[[BackendOptions], Backend],
-) -> Footprint:
-    """Adds the memory of the vision tower, sized for the largest image."""
-    layout = get_image_layout(config, header)
-    if layout is None:
-        return footprint
-    own = _tower_options(options, layout, _rules(config, header, layout))
-    backend, num_blocks = make_backend(own), -(-own.max_tokens // BLOCK_SIZE)
-    for program in tower_programs(header):
-        formats = loaded_formats(header, config.model.dtype, None, program)
-        needed = backend.footprint(program, formats)
-        kv_bytes = num_blocks * sum(layout.block_bytes for layout in needed.kv_layouts)
-        needed = replace(needed, step_bytes=needed.step_bytes + kv_bytes)
-        footprint = add_footprints(footprint, needed, program.name)
-    return footprint
-
-
-def _tower_options(
-    options: BackendOptions, layout: ImageLayout, rules: ImageRules
-) -> BackendOptions:
-    """Returns the options of the tower's backend, sized for the largest image."""
+def count_patches(config: EngineConfig, checkpoint: ModelHeader, layout: ImageLayout) -> int:
+    """Returns the rows of the vision tower for the largest image."""
+    rules = _rules(config, checkpoint, layout)
     max_pixels = rules.max_pixels if rules.side is None else rules.side**2
-    num_patches = max_pixels // layout.patch_size**2 + layout.has_class_row
-    return replace(
-        options,
-        kv_cache_dtype="auto",
-        max_tokens=num_patches,
-        max_requests=num_patches,
-        max_context=num_patches,
-        hooks=(),
-        offload=None,
-        batch_invariant=False,
-    )
+    return max_pixels // layout.patch_size**2 + layout.has_class_row
 
 
 def _folder(checkpoint: ModelHeader) -> Path:
@@ -209,6 +126,7 @@ def _rules(config: EngineConfig, checkpoint: ModelHeader, layout: ImageLayout) -
         max_tokens=config.media.max_image_tokens,
         resize=layout.resize,
         resolutions=layout.resolutions,
+        default_tokens=layout.default_tokens,
     )
 
 
@@ -247,6 +165,7 @@ def _tokens(layout: ImageLayout, tokenizer: Tokenizer | None) -> ImageTokens:
     return ImageTokens(
         token_id=layout.token_id,
         multiple=layout.multiple,
+        row_id=layout.row_id,
         is_whole=layout.is_whole,
         line_end=get_id(layout.line_end),
         image_end=get_id(layout.image_end),
@@ -304,11 +223,3 @@ def _replacements(layout: ImageLayout, tokenizer: Tokenizer | None) -> dict[str,
         for token_text in written
     ]
     return {tokenizer.token_text(named_by): "".join(texts)}
-
-
-def tower_programs(checkpoint: ModelHeader) -> list[Program]:
-    """Returns the Programs of the vision tower; [] if the model has none."""
-    if image_layout(checkpoint.config) is None:
-        return []
-    programs = build_programs(checkpoint.config)
-    return [programs[name] for name in (*TOWER, NEWLINE) if name in programs]

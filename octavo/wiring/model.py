@@ -48,7 +48,7 @@ from octavo.utils.progress import Report
 from octavo.utils.version import __version__
 from octavo.wiring.adapters import adapter_store, with_adapter_sites
 from octavo.wiring.backend import backend_with, build_backend
-from octavo.wiring.images import load_tower, tower_programs, with_tower
+from octavo.wiring.media import load_towers, tower_programs, with_towers
 from octavo.wiring.model_files import open_model_files
 from octavo.wiring.model_hooks import (
     SideProgram,
@@ -230,7 +230,7 @@ def load_model(
         backend.check(encoder, formats)
         footprint = add_footprints(footprint, backend.footprint(encoder, formats), "encoder")
     make_backend = partial(backend_with, config=config, ranks=None)
-    footprint = with_tower(config, model.checkpoint, footprint, backend.options, make_backend)
+    footprint = with_towers(config, model.checkpoint, footprint, backend.options, make_backend)
     _check_cache(config, backend, footprint, whole)
     rows = make_input_batch(config, backend.options, own, grammars)
     _check_fits(model, backend, own, footprint, report)
@@ -251,7 +251,7 @@ def load_model(
     if drafting is not None:
         source = head if draft is None else draft
         loaded_draft = _load_draft(source, (own, drafting), backend, report)
-    tower = load_tower(config, model.checkpoint, backend.options, make_backend)
+    towers = load_towers(config, model.checkpoint, backend.options, make_backend)
     return LoadedModel(
         config,
         {program.name: program for program in (own, *encoders)},
@@ -259,7 +259,7 @@ def load_model(
         rows,
         runnables,
         adapters=adapters,
-        tower=tower,
+        towers=towers,
         draft=loaded_draft,
         side=beside_own,
         link=link,

@@ -18,7 +18,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import ModelFacts
 from octavo.text.infill import find_infill_format
 from octavo.text.parsers.choice import choose_formats
-from octavo.wiring.images import get_image_layout
+from octavo.wiring.media import get_media_kinds
 from octavo.wiring.model import Model, open_model
 from octavo.wiring.sampling_defaults import sampling_defaults
 from octavo.wiring.tokenizer_files import find_tokenizer
@@ -34,7 +34,9 @@ class ModelOutline:
     """Context length from files and options; the loaded model's may be lower if memory is short."""
     pools: PoolingTask | None
     media: frozenset[str]
-    """Media types that it accepts besides text: "image", "audio"."""
+    """Media types that it accepts besides text: "image", "video" and "audio" in prompts, "speech"
+    if it transcribes.
+    """
     chat_template: str
     """"" if it has none."""
     infills: bool
@@ -77,9 +79,8 @@ def _sampling(model: Model, template: str) -> SamplingParams:
 
 
 def _media(model: Model) -> frozenset[str]:
-    reads_images = get_image_layout(model.config, model.checkpoint) is not None
-    kinds = {"image": reads_images, "audio": accepts_audio(model)}
-    return frozenset(kind for kind, is_read in kinds.items() if is_read)
+    kinds = get_media_kinds(model.config, model.checkpoint)
+    return frozenset(kinds | {"speech"} if accepts_audio(model) else kinds)
 
 
 def _infills(source: TokenizerSource) -> bool:

@@ -16,7 +16,7 @@ from octavo.models.hf_config import ModelInfo
 from octavo.program.passes.gather_early import gather_early
 from octavo.program.work import Work, count_work
 from octavo.wiring.backend import backend_with, build_backend
-from octavo.wiring.images import tower_programs, with_tower
+from octavo.wiring.media import tower_programs, with_towers
 from octavo.wiring.model import (
     build_model_programs,
     derive_from,
@@ -60,7 +60,7 @@ def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     for encoder in encoders:
         own = backend.footprint(encoder, get_loaded_formats(config, header, encoder))
         footprint = add_footprints(footprint, own, "encoder")
-    footprint = with_tower(
+    footprint = with_towers(
         config, header, footprint, backend.options, partial(backend_with, config=config, ranks=None)
     )
     programs = (whole, *encoders, *tower_programs(header))

@@ -36,8 +36,8 @@ from octavo.worker.kv_layers import layer_streaming
 from octavo.worker.lora.adapter_store import AdapterStore
 from octavo.worker.machine import Machine
 from octavo.worker.media.encoder_runner import EncoderRunner
-from octavo.worker.media.image_tower import ImageTower
 from octavo.worker.media.step_media import StepMedia
+from octavo.worker.media.tower import Towers
 from octavo.worker.memory import SAFE_SHARE, KvBudget, get_kv_demand, group_sizes, plan_kv
 from octavo.worker.model_input import ProgramRunner
 from octavo.worker.model_runner import ModelRunner
@@ -79,8 +79,8 @@ class LoadedModel:
     """Prepared Programs by the same names, which share one KV cache."""
     adapters: AdapterStore | None = None
     """Adapters for its rows; None without LoRA."""
-    tower: ImageTower | None = None
-    """Image encoder; None if the model accepts no images."""
+    towers: Towers | None = None
+    """Encoders of images and audio; None if the model accepts text only."""
     draft: LoadedDraft | None = None
     """Draft model with the same block tables; None without one."""
     side: Runnable | None = None
@@ -184,9 +184,9 @@ class LoadedModel:
         return next(iter(self.runnables.values())).kv_writes is not None
 
     def _media(self) -> StepMedia | None:
-        if self.tower is None:
+        if self.towers is None:
             return None
-        return StepMedia(self.tower, self.rows, num_axes=num_position_axes(self.program))
+        return StepMedia(self.towers, self.rows, num_axes=num_position_axes(self.program))
 
     def await_input(self, plan: StepPlan) -> None:
         """Waits for the hidden states of the previous stage, if there is one."""

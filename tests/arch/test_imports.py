@@ -47,7 +47,7 @@ BELOW = {
     "frontend": {"engine"},
     "engine": {"text", "engine.routing"},
     "engine.routing": set(),
-    "media": set(),
+    "media": {"audio"},
     "worker": {"executor", "models", "checkpoint"},
     "audio": set(),
     "executor": {"program", "quant"},

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.api.errors import InvalidRequest
-from octavo.frontend.images import PromptWithImages
+from octavo.frontend.images import PromptWithMedia
 from octavo.media.limits import ImageLimits
 from octavo.media.rules import image_rules
 from octavo.media.video import VideoRules, decode_video, frame_size, sample_frames
@@ -35,7 +35,7 @@ def frames() -> list[Any]:
     return [picture(10 + index, WIDTH, HEIGHT) for index in range(FRAMES)]
 
 
-def placed_video(run: SeeingRunner) -> PromptWithImages:
+def placed_video(run: SeeingRunner) -> PromptWithMedia:
     assert run.tokenizer is not None
     text = "See <|vision_start|><|image_pad|><|vision_end|> and"
     text += " <|vision_start|><|video_pad|><|vision_end|> What happens in it?"
@@ -54,7 +54,7 @@ def video_pixels() -> torch.Tensor:
     return torch.tensor(patches.reshape(-1, 3 * GROUP * PATCH**2))
 
 
-def expected(family: str, placed: PromptWithImages) -> NDArray[np.float64]:
+def expected(family: str, placed: PromptWithMedia) -> NDArray[np.float64]:
     made = processor_of(family)(images=[picture(0)], return_tensors="pt")
     ids = torch.tensor([placed.token_ids])
     grid = torch.tensor([[2, HEIGHT // PATCH, WIDTH // PATCH]])

@@ -32,7 +32,7 @@ def options_of(family: str, newer: dict[str, Any]) -> dict[str, Any]:
     shapes = runpy.run_path(str(HERE / "tiny_shapes.py"))
     others = runpy.run_path(str(HERE / "tiny_other_shapes.py"))
     details = runpy.run_path(str(HERE / "tiny_details.py"))["DETAILS"]
-    image_text = others["CONFIGS"] | others["IMAGE_TEXT"]
+    image_text = others["CONFIGS"] | others["IMAGE_TEXT"] | others["AUDIO_TEXT"]
     if family in image_text:
         seeing = dict(image_text[family])
         text = {**seeing["text_config"], **_older_rope(newer["text_config"])}

@@ -21,13 +21,24 @@ from tests.support.tiny_models import (
     session_directory,
     tiny_model,
 )
-from tests.support.tiny_other_shapes import CONFIGS, ENCODERS, IMAGE_TEXT, TEXT_ONLY
+from tests.support.tiny_other_shapes import AUDIO_TEXT, CONFIGS, ENCODERS, IMAGE_TEXT, TEXT_ONLY
 from tests.support.tiny_shapes import ENCODER_DECODERS
 
 NESTED = tuple(name for name in IMAGE_TEXT if ":" not in name)
 """Families of a vision tower and the decoder of another family."""
 EVERY_FAMILY = tuple(
-    sorted({*FAMILIES, *ENCODERS, *ENCODER_DECODERS, *CONFIGS, *NESTED, *TEXT_ONLY, "mistral"})
+    sorted(
+        {
+            *FAMILIES,
+            *ENCODERS,
+            *ENCODER_DECODERS,
+            *CONFIGS,
+            *NESTED,
+            *AUDIO_TEXT,
+            *TEXT_ONLY,
+            "mistral",
+        }
+    )
 )
 WITHOUT_ORACLE = ("chatglm", "new")
 """Families that transformers does not have, or has under another name."""
@@ -54,7 +65,9 @@ def tiny_of(family: str) -> TinyModel:
     if family in ENCODERS:
         path = save_encoder(session_directory() / f"tiny-{family}", family)
         return TinyModel(json.loads((path / "config.json").read_text()), path, encoder(family))
-    options = (CONFIGS | IMAGE_TEXT | TEXT_ONLY).get(family, MISTRAL if family == "mistral" else {})
+    options = (CONFIGS | IMAGE_TEXT | AUDIO_TEXT | TEXT_ONLY).get(
+        family, MISTRAL if family == "mistral" else {}
+    )
     return tiny_model(family, **options)
 
 

@@ -89,7 +89,15 @@ NEXT = Seeing(
     | {"image_grid_pinpoints": IMAGE_TEXT["llava_next"]["image_grid_pinpoints"]},
     "llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil",
 )
+GEMMA4 = Seeing(
+    ("<|image|>", "<|image>", "<image|>"),
+    "<|image|>",
+    {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 2},
+    "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil",
+)
 SEEING = {
+    "gemma4:clipped": GEMMA4,
+    "gemma4:standardized": GEMMA4,
     "gemma3": Seeing(
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         "<start_of_image>",

@@ -133,8 +133,8 @@ def _model_class(config: Any) -> Any:
         if hasattr(config, "num_mel_bins")
         else transformers.AutoModelForSeq2SeqLM
         if config.is_encoder_decoder
-        else transformers.AutoModelForImageTextToText
-        if hasattr(config, "vision_config")
+        else transformers.AutoModelForMultimodalLM
+        if hasattr(config, "vision_config") or hasattr(config, "audio_config")
         else transformers.AutoModelForCausalLM
     )
     return auto._model_mapping[type(config)]
@@ -151,7 +151,11 @@ def _draw_weights(model: Any, seed: int) -> None:
             noise = torch.randn(tensor.shape, generator=generator)
             if name in frozen:
                 continue
-            if (
+            if name.endswith(("_min", "_max")):  # bounds of linear layers
+                tensor.copy_((1.0 + 0.2 * noise) * (-1.5 if name.endswith("_min") else 1.2))
+            elif name.endswith("std_scale"):
+                tensor.copy_(1.0 + 0.2 * noise)
+            elif (
                 ("embed" in name and "norm" not in name)
                 or "shared" in name
                 or "wte" in name

@@ -240,7 +240,37 @@ IMAGE_TEXT: dict[str, dict[str, Any]] = {
         "vision_feature_select_strategy": "full",
     },
 }
-"""Models of `image_text.py`: by model type, and after a colon what distinguishes several of one."""
+"""Models of `image_text.py` and Gemma 4: by model type, and after a colon what distinguishes
+several of one.
+"""
+
+AUDIO_TEXT: dict[str, dict[str, Any]] = {
+    "qwen2_audio": {
+        "text_config": {**PLAIN_TEXT, "model_type": "qwen2"},
+        "audio_config": {
+            "d_model": 32,
+            "encoder_layers": 3,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 8,
+            "max_source_positions": 24,
+        },
+        "audio_token_index": IMAGE_ID,
+    },
+    "voxtral": {
+        "text_config": {**PLAIN_TEXT, "model_type": "llama", "head_dim": 16},
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "intermediate_size": 128,
+            "num_mel_bins": 8,
+            "max_source_positions": 24,
+        },
+        "audio_token_id": IMAGE_ID,
+    },
+}
+"""Models of `audio_text.py`. A window is 0.48 s long."""
 
 GEMMA4_TEXT = {
     **TEXT,
@@ -249,6 +279,28 @@ GEMMA4_TEXT = {
     "global_head_dim": 24,
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+GEMMA4_VISION = {
+    **VISION,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 160,
+}
+GEMMA4_TOKENS = {"image_token_id": IMAGE_ID, "boi_token_id": BEGIN_ID, "eoi_token_id": END_ID}
+GEMMA4_TOKENS |= {"video_token_id": 303, "audio_token_id": 304, "audio_config": None}
+IMAGE_TEXT |= {
+    "gemma4:clipped": {
+        "text_config": GEMMA4_TEXT
+        | {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 20},
+        "vision_config": GEMMA4_VISION | {"use_clipped_linears": True},
+        **GEMMA4_TOKENS,
+    },
+    "gemma4:standardized": {
+        "text_config": GEMMA4_TEXT | {"hidden_size_per_layer_input": 0},
+        "vision_config": GEMMA4_VISION | {"standardize": True},
+        **GEMMA4_TOKENS,
+    },
 }
 TEXT_ONLY: dict[str, dict[str, Any]] = {
     "gemma4": {
@@ -276,4 +328,4 @@ TEXT_ONLY: dict[str, dict[str, Any]] = {
         "vision_config": {"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 20},
     },
 }
-"""Tiny models with towers that are not read."""
+"""Tiny models with towers, which are asked in text."""

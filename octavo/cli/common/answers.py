@@ -109,7 +109,7 @@ def check_answers(llm: LLM) -> None:
     from octavo.api.errors import InvalidRequest
 
     llm.frontend.check_generates()
-    if "audio" in llm.frontend.media:
+    if "speech" in llm.frontend.media:
         name = llm.config.model.served_model_name
         raise InvalidRequest(
             f"model: {name} transcribes speech and does not generate text",

@@ -9,7 +9,7 @@ import msgspec
 
 from octavo.api.pooling_params import RequestParams
 from octavo.api.structured_outputs import GrammarSpec
-from octavo.engine.protocol.step import AdapterRef, EncoderInput, MediaItem, MediaPixels
+from octavo.engine.protocol.step import AdapterRef, EncoderInput, MediaContent, MediaItem
 from octavo.engine.protocol.view import EngineView
 
 ON_ITS_WAY = "on its way to the engine"
@@ -69,7 +69,7 @@ class EngineRequest(msgspec.Struct):
     """Adapter of the request; None for the base model."""
     media: list[MediaItem] = []
     """Images in the prompt, in order."""
-    pixels: list[MediaPixels] = []
+    pixels: list[MediaContent] = []
     """Pixels of the images, once for each distinct image."""
     encoder_input: EncoderInput | None = None
     """Input of the encoder; None for a decoder-only model."""

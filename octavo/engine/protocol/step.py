@@ -48,7 +48,7 @@ class AdapterLoaded(msgspec.Struct):
 
 
 class MediaItem(msgspec.Struct, frozen=True):
-    """An image in a request, and the range of its tokens."""
+    """An image or audio in a request, and the range of its tokens."""
 
     digest: bytes
     """Digest of its pixels and preprocessing."""
@@ -56,7 +56,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     """Index of its first token."""
     num_tokens: int
     grid: tuple[int, int]
-    """Number of rows and columns of tokens that represent the image."""
+    """Number of rows and columns of tokens that represent the image; an audio is one row."""
     is_whole: bool = False
     """Whether its tokens attend to each other and must be computed in one step."""
     line_tokens: int = 0
@@ -77,20 +77,22 @@ class MediaItem(msgspec.Struct, frozen=True):
         return self.grid != (0, 0)
 
 
-class MediaPixels(msgspec.Struct, frozen=True):
-    """Pixels of an image or of a video's frames, resized for the model."""
+class MediaContent(msgspec.Struct, frozen=True):
+    """Pixels of an image or of a video's frames, resized for the model; or an audio's features."""
 
     digest: bytes
     height: int
     width: int
     data: bytes
-    """Rows of pixels, three bytes each: red, green, blue; frame by frame."""
+    """Rows of pixels, three bytes each: red, green, blue; frame by frame. For audio: the encoder's
+    input rows `[height, width]` in fp32, little-endian."""
     num_frames: int = 1
     tiles: tuple[int, int] = (0, 0)
     """Rows and columns of tiles below a square view of the entire image, each of `width` x `width`
     pixels, which are packed without their padding; (0, 0): one view."""
     source: tuple[int, int] = (0, 0)
     """Height and width of the image that was padded to `tiles`."""
+    is_audio: bool = False
 
 
 class EncoderInput(msgspec.Struct, frozen=True):
@@ -229,7 +231,7 @@ class StepPlan(msgspec.Struct):
     """Grammars that the worker starts to compile in the background."""
     adapters: list[AdapterLoad] = []
     """Adapters that the worker starts to load in the background."""
-    encodes: list[MediaPixels] = []
+    encodes: list[MediaContent] = []
     """Images to encode before the step's rows are computed."""
     dropped_media: list[bytes] = []
     """Digests of the images whose rows are freed before images are encoded."""

@@ -9,9 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from octavo.server.fields import accepted
 from octavo.server.http.body_part import BodyPart
 
-UNREADABLE = ("input_audio", "audio_url", "file")
+UNREADABLE = ("file",)
 """Types of parts that are not supported; omitting them would change the request's meaning."""
-MEDIA = ("image_url", "video_url")
+MEDIA = ("image_url", "video_url", "audio_url", "input_audio")
 TEXTS = ("text", "input_text", "output_text")
 """Types of text parts: chat's own, and those of the Responses API, which agents also send here."""
 
@@ -24,6 +24,8 @@ class ContentPart(BodyPart):
     refusal: str | None = None
     image_url: Any = None
     video_url: Any = None
+    audio_url: Any = None
+    input_audio: Any = None
     cache_control: dict[str, Any] | None = accepted("an object; every prefix is cached anyway")
     role: str | None = accepted("a string; clients copy it from a response")
     annotations: list[Any] | None = accepted("a list; clients copy it from a response")

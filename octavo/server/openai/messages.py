@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.api.errors import InvalidRequest
+from octavo.frontend.images import input_audio_url
 from octavo.server.ignored import IgnoredFields
-from octavo.server.images import Content, image_part, join_parts, text_part, url_source, video_part
+from octavo.server.images import (
+    Content,
+    audio_part,
+    image_part,
+    join_parts,
+    text_part,
+    url_source,
+    video_part,
+)
 from octavo.server.notes import describe_unread
 from octavo.server.openai.message_bodies import (
     MEDIA,
@@ -131,6 +140,10 @@ def _plain_part(part: ContentPart, where: str, role: str) -> dict[str, Any]:
         return text_part(_text(part, where))
     if role != "tool":
         check_role(role, "user", where)
+    if part.type == "input_audio":
+        return audio_part(input_audio_url(part.input_audio, f"{where}.input_audio"))
+    if part.type == "audio_url":
+        return audio_part(url_source(part.audio_url, f"{where}.audio_url", "audio/wav"))
     if part.type == "video_url":
         return video_part(url_source(part.video_url, f"{where}.video_url", "video/mp4"))
     return image_part(url_source(part.image_url, f"{where}.image_url"))
@@ -141,7 +154,7 @@ def _text(part: ContentPart, where: str) -> str:
     if text is None:
         raise InvalidRequest(
             f"{where}: got a part of type {part.type!r}, expected 'text' with a text,"
-            " 'image_url', 'video_url' or 'refusal'",
+            " 'image_url', 'video_url', 'audio_url', 'input_audio' or 'refusal'",
             param=where,
         )
     return text

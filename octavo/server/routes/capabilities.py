@@ -155,7 +155,8 @@ def _features(model: ServedModel, service: Service) -> dict[str, Any]:
         "structured_outputs": tokenizer is not None and model.llm.pools is None,
         "logits_processors": [entry.name for entry in model.llm.config.sampler.processors],
         "images": "image" in model.llm.media,
-        "audio": "audio" in model.llm.media,
+        "audio": "speech" in model.llm.media,
+        "audio_input": "audio" in model.llm.media,
         "priority": model.llm.config.scheduler.scheduling_policy == "priority",
     }
 

@@ -32,6 +32,9 @@ CAPABILITIES: Mapping[PoolingTask, str] = {
 }
 """Capability of a pooling model in its card."""
 
+MEDIA = {"image": "images", "audio": "audio"}
+"""Capability of a model that reads a kind of media."""
+
 
 class EngineSlot:
     """A served model: its name, its engine once loaded, and its metrics."""
@@ -159,11 +162,11 @@ class EngineSlot:
             return []
         if known.pools is not None:
             return [CAPABILITIES[known.pools]]
-        if "audio" in known.media:
+        if "speech" in known.media:
             return ["transcriptions"]
-        sees = "image" in known.media
         chats = bool(known.chat_template)
-        return ["completions", *(["chat"] if chats else []), *(["images"] if sees else [])]
+        media = [name for kind, name in MEDIA.items() if kind in known.media]
+        return ["completions", *(["chat"] if chats else []), *media]
 
     def formats(self, llm: AsyncLLM) -> ModelFormats:
         """Returns the model's output formats, cached after the first request."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.engine.protocol.step import MediaPixels
+from octavo.engine.protocol.step import MediaContent
 from octavo.executor.batch import StepBatch
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.models.vision import WINDOW, ImageLayout
@@ -51,7 +51,7 @@ class Patches:
     """For each cell in raster order, its index in the tower's order."""
 
 
-def cut_patches(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> Patches:
+def cut_patches(image: MediaContent, layout: ImageLayout, scale: PixelScale) -> Patches:
     """Cuts an image into patches: cell by cell, and window by window if the layout has windows."""
     frames = np.frombuffer(image.data, np.uint8).reshape(
         image.num_frames, image.height, image.width, -1
@@ -68,6 +68,8 @@ def cut_patches(image: MediaPixels, layout: ImageLayout, scale: PixelScale) -> P
     num_patches = rows * columns * cell * cell
     ends = np.cumsum([0, *counts]) * cell * cell
     positions = _positions(rows, columns, layout)[:, order].reshape(-1, num_patches)
+    if layout.colors_last:
+        whole = whole.transpose((0, 1, 3, 4, 5, 2))
     parts = [whole.reshape(num_patches, -1)]
     if layout.table_side is not None:
         taps, weights = _taps(positions, rows * cell, columns * cell, layout.table_side)

@@ -1,5 +1,5 @@
-"""The images of an engine's steps: encodes them, caches their rows by digest, and adds them to
-steps. The scheduler decides which images are cached (`engine/media.py`).
+"""The media of an engine's steps: encodes them, caches their rows by digest, and adds them to
+steps. The scheduler decides which media are cached (`engine/media.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.engine.protocol.step import MediaItem, MediaPixels, StepPlan
+from octavo.engine.protocol.step import MediaContent, MediaItem, StepPlan
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.media.image_tower import ImageTower
 from octavo.worker.media.patches import Rows
+from octavo.worker.media.tower import Towers
 from octavo.worker.model_input import ModelInput
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class StepMedia:
     """Rows of encoded images. `num_axes`: axes of the decoder's positions."""
 
-    def __init__(self, tower: ImageTower, rows: InputBatch, *, num_axes: int) -> None:
-        self._tower = tower
+    def __init__(self, towers: Towers, rows: InputBatch, *, num_axes: int) -> None:
+        self._towers = towers
         self._rows = rows
         self._num_axes = num_axes
         self._made: dict[bytes, Rows] = {}
@@ -48,11 +48,12 @@ class StepMedia:
                 self._encode(image)
         return list(self._faults)
 
-    def _encode(self, image: MediaPixels) -> None:
+    def _encode(self, image: MediaContent) -> None:
         try:
-            self._made[image.digest] = self._tower.encode(image)
+            self._made[image.digest] = self._towers.encode(image)
         except Exception as error:
-            logger.exception("an image of %d x %d cannot be encoded", image.width, image.height)
+            noun = "audio" if image.is_audio else "image"
+            logger.exception("%s of %d x %d cannot be encoded", noun, image.width, image.height)
             self._faults[image.digest] = f"{type(error).__name__}: {error}"
 
     def add(self, model_input: ModelInput) -> None:
@@ -99,16 +100,16 @@ class StepMedia:
 
     def _get_rows(self, item: MediaItem) -> Rows:
         if item.digest in self._faults:
-            raise RuntimeError(f"an image cannot be encoded: {self._faults[item.digest]}")
+            raise RuntimeError(f"a medium cannot be encoded: {self._faults[item.digest]}")
         return self._made[item.digest]
 
     @property
     def progress(self) -> int:
         """Counter that increases while an image is encoded; other threads may read it."""
-        return sum(runnable.progress for runnable in self._tower.runnables.values())
+        return self._towers.progress
 
     def close(self) -> None:
-        self._tower.close()
+        self._towers.close()
 
 
 def find_rows(

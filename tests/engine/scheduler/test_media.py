@@ -7,7 +7,7 @@ import pytest
 
 from octavo.engine.media import EncoderCacheManager
 from octavo.engine.protocol.block_hashes import BlockHashing, get_block_media
-from octavo.engine.protocol.step import MediaItem, MediaPixels
+from octavo.engine.protocol.step import MediaContent, MediaItem
 from tests.support.engine_fakes import (
     BLOCK,
     FakeExecutor,
@@ -30,7 +30,7 @@ def request_with(request_id: str, tokens: list[int], *items: MediaItem, max_toke
     tokens = list(tokens)
     for each in items:
         tokens[each.start : each.end] = [PLACEHOLDER] * each.num_tokens
-    pixels = [MediaPixels(digest, 1, 1, b"rgb") for digest in {each.digest for each in items}]
+    pixels = [MediaContent(digest, 1, 1, b"rgb") for digest in {each.digest for each in items}]
     return msgspec.structs.replace(
         make_request(request_id, tokens, max_tokens=max_tokens), media=list(items), pixels=pixels
     )
