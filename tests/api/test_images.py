@@ -84,7 +84,7 @@ def test_samples_of_a_prompt_with_an_image_share_it():
     ("prompt", "said"),
     [
         ({"prompt": "no place", "multi_modal_data": {"image": [0]}}, "got int"),
-        ({"prompt": "no place", "multi_modal_data": {"audio": [0]}}, "multi_modal_data: got"),
+        ({"prompt": "no place", "multi_modal_data": {"depth": [0]}}, "multi_modal_data: got"),
         ({"prompt": "no place", "multi_modal_data": {"video": [0]}}, "video: got int, expected"),
         (
             {"prompt": "no place", "multi_modal_data": {"image": picture(0)}},
