@@ -49,7 +49,7 @@ from octavo.utils.version import __version__
 from octavo.wiring.adapters import adapter_names
 from octavo.wiring.events import open_publishers
 from octavo.wiring.grammars import end_token_ids, lazy_grammars
-from octavo.wiring.media import make_media_reader
+from octavo.wiring.media.build import make_media_reader
 from octavo.wiring.model import (
     Model,
     build_tokenizer,

@@ -48,7 +48,7 @@ from octavo.utils.progress import Report
 from octavo.utils.version import __version__
 from octavo.wiring.adapters import adapter_store, with_adapter_sites
 from octavo.wiring.backend import backend_with, build_backend
-from octavo.wiring.media import load_towers, tower_programs, with_towers
+from octavo.wiring.media.build import load_towers, tower_programs, with_towers
 from octavo.wiring.model_files import open_model_files
 from octavo.wiring.model_hooks import (
     SideProgram,

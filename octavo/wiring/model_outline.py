@@ -18,7 +18,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.engine.clients.client import ModelFacts
 from octavo.text.infill import find_infill_format
 from octavo.text.parsers.choice import choose_formats
-from octavo.wiring.media import get_media_kinds
+from octavo.wiring.media.build import get_media_kinds
 from octavo.wiring.model import Model, open_model
 from octavo.wiring.sampling_defaults import sampling_defaults
 from octavo.wiring.tokenizer_files import find_tokenizer

@@ -16,7 +16,7 @@ from octavo.models.hf_config import ModelInfo
 from octavo.program.passes.gather_early import gather_early
 from octavo.program.work import Work, count_work
 from octavo.wiring.backend import backend_with, build_backend
-from octavo.wiring.media import tower_programs, with_towers
+from octavo.wiring.media.build import tower_programs, with_towers
 from octavo.wiring.model import (
     build_model_programs,
     derive_from,

@@ -23,7 +23,7 @@ from octavo.executor.kv import BLOCK_SIZE
 from octavo.frontend.images import MediaInputs, PromptWithMedia
 from octavo.program.ops import num_position_axes
 from octavo.wiring.grammars import lazy_grammars
-from octavo.wiring.media import make_media_reader
+from octavo.wiring.media.build import make_media_reader
 from octavo.wiring.model import build_tokenizer, load_model, open_model
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.media.image_tower import square_views

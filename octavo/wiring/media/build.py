@@ -24,7 +24,7 @@ from octavo.models.registry import audio_layout, build_programs, image_layout
 from octavo.models.vision import NEWLINE, TOWER
 from octavo.program.program import Program
 from octavo.text.ports import MediaReader, Tokenizer
-from octavo.wiring.images import count_patches, make_image_reader, make_image_tower
+from octavo.wiring.media.images import count_patches, make_image_reader, make_image_tower
 from octavo.wiring.speculation.draft import add_footprints
 from octavo.worker.media.audio_tower import AudioTower
 from octavo.worker.media.tower import Tower, TowerPrograms, Towers
