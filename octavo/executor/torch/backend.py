@@ -7,10 +7,12 @@ extension.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import platform
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from octavo.api.errors import BackendUnavailable, ConfigError
@@ -277,6 +279,9 @@ class TorchBackend(Backend):
         )
         for step in steps:
             prepared.run(step, kv)
+            if self.options.num_adapters:
+                adapters = np.zeros(len(step.token_ids), np.int32)
+                prepared.run(dataclasses.replace(step, adapter_rows=adapters), kv)
 
     def _cache(self, layouts: Sequence[KvLayout], num_blocks: Sequence[int]) -> TorchKvCache:
         try:

@@ -42,6 +42,7 @@ def largest_step(options: BackendOptions, num_groups: int, vocab_size: int) -> S
         block_tables=np.broadcast_to(tables, (num_groups, *tables.shape)).copy(),
         sample_rows=np.arange(options.max_requests, dtype=np.int32) % num_rows,
         sampling=_make_max_sampling(options.max_requests, vocab_size),
+        adapter_rows=np.zeros(num_rows, np.int32) if options.num_adapters else None,
     )
 
 

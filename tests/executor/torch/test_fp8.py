@@ -65,6 +65,17 @@ def test_products_are_of_codes_with_codes(num_rows, dtype):
         np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_the_scales_may_be_left_to_the_matmul(num_rows, monkeypatch):
+    """As on CUDA; this PyTorch can do it on a CPU, too."""
+    weight = DeviceWeight.of(pack_fp8(normal(48, 64)), CPU, torch.bfloat16)
+    x = torch.from_numpy(normal(num_rows, 64)).bfloat16()
+    bias = torch.from_numpy(normal(48)).bfloat16()
+    wanted = weight.product(x, bias)
+    monkeypatch.setattr(fp8, "takes_row_scales", lambda device, dtype: True)
+    torch.testing.assert_close(weight.product(x, bias), wanted, rtol=2**-7, atol=2**-7)
+
+
 def test_rows_do_not_depend_on_each_other_and_bad_ones_stay_theirs():
     weight = DeviceWeight.of(pack_fp8(normal(32, 64)), CPU, torch.float32)
     x = torch.from_numpy(normal(4, 64))

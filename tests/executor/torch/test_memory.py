@@ -14,6 +14,7 @@ from octavo.executor.torch import memory as torch_memory
 from octavo.executor.torch.backend import TorchBackend
 from octavo.executor.torch.memory import CudaMemory, count_written_blocks, largest_step
 from octavo.models.registry import build_programs
+from octavo.program.passes.adapters import with_sites
 from octavo.worker.memory import memory_table
 from tests.support.tiny_models import each_family, tiny_model
 
@@ -29,6 +30,26 @@ def test_the_largest_step_runs(family):
             backend.run_largest_step(
                 backend.prepare_program(program, WeightReader(checkpoint).load)
             )
+
+
+def test_steps_before_the_first_request_have_adapters():
+    """The largest step, and steps that compile kernels, have rows with adapters if requests may."""
+    checkpoint = open_checkpoint(tiny_model("llama", num_hidden_layers=1).path)
+    options = BackendOptions(
+        max_tokens=80, max_requests=8, max_context=64, num_adapters=2, max_adapter_rank=4
+    )
+    backend = TorchBackend(options)
+    program = with_sites(build_programs(checkpoint.config)["decoder"])
+    prepared = backend.prepare_program(program, WeightReader(checkpoint).load)
+    assert prepared.adapters.num_bytes == 0, "on a CPU only what is put takes memory"
+    prepared.adapters.reserve(2, 4, now=True)
+    launched = []
+    launch = prepared.launch
+    prepared.launch = lambda batch, kv: launched.append(batch.adapter_rows) or launch(batch, kv)
+    backend.run_largest_step(prepared)
+    assert len(launched.pop()) == 80
+    backend.warm_up(prepared, backend.allocate(prepared.kv_layouts, [4]))
+    assert sum(rows is None for rows in launched) * 2 == len(launched) > 10
 
 
 def test_the_largest_step_is_as_large_as_may_be():

@@ -5,9 +5,10 @@ quantizes each row to e4m3 and multiplies codes. This needs a device with scaled
 capability 8.9 or newer, CPU) and widths that are multiples of 16. Everything else (block scales,
 experts, tables, latent attention, other devices) is converted to the step's dtype when read.
 
-The matmul applies both scales and rounds once, to the step's dtype. CUDA's kernels with a scale for
-each row write bf16 only: for other dtypes the scales are applied to fp32 sums afterwards. Source of
-the limits: torch._scaled_mm (aten/src/ATen/native/cuda/ScaledBlas.cpp and RowwiseScaledMM.cu).
+On CUDA in bf16 the matmul applies both scales and rounds once. CUDA's kernels with a scale for each
+row write bf16 only, and not every PyTorch has one for a CPU: elsewhere the scales are applied to
+fp32 sums afterwards. Source of the limits: torch._scaled_mm
+(aten/src/ATen/native/cuda/ScaledBlas.cpp and RowwiseScaledMM.cu).
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def has_scaled_product(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def takes_row_scales(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether PyTorch's scaled matmul is given the scales of rows and outputs."""
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
 def scaled_product(
     rows: Tensor,
     row_scales: Tensor,
@@ -59,11 +65,7 @@ def scaled_product(
 
     On CUDA sums have fewer bits than fp32 (`use_fast_accum`), as in other engines.
     """
-    if rows.is_cuda and dtype != torch.bfloat16:
-        one = torch.ones((), dtype=torch.float32, device=rows.device)
-        sums = torch._scaled_mm(rows, codes.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-        product = sums * row_scales * scales[:, 0]
-    else:
+    if takes_row_scales(rows.device, dtype):
         product = torch._scaled_mm(
             rows,
             codes.t(),
@@ -72,6 +74,10 @@ def scaled_product(
             out_dtype=dtype,
             use_fast_accum=True,
         )
+    else:
+        one = torch.ones((), dtype=torch.float32, device=rows.device)
+        sums = torch._scaled_mm(rows, codes.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+        product = sums * row_scales * scales[:, 0]
     return (product if bias is None else product + bias).to(dtype)
 
 
