@@ -10,11 +10,16 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from octavo import LLM
 from octavo.audio.wav import make_wav
+from octavo.server.app import create_app
+from octavo.server.openai.realtime import Session, Turn
+from octavo.server.settings import ServerSettings
+from octavo.server.state.slot import EngineSlot
 from octavo.utils.progress import quiet
 from tests.support.live_server import LiveServer
 from tests.support.tiny_whisper import tiny_whisper
@@ -153,6 +158,32 @@ def test_what_is_wrong_is_said_and_the_connection_goes_on(
         assert error["type"] == "invalid_request_error"
         send(socket, "session.update", session={})
         assert receive(socket)["type"] == "session.updated"
+
+
+def test_an_unexpected_error_fails_its_turn_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection goes on, the client is not told details, and later turns are transcribed."""
+    outcomes = iter([RuntimeError("a secret"), "hello"])
+
+    async def transcribe(self: Session, turn: Turn) -> str:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(Session, "_transcribe", transcribe)
+    http = TestClient(create_app(EngineSlot(), ServerSettings()))
+    with http.websocket_connect("/v1/realtime") as socket:
+        audio = base64.b64encode(TURNS[0].tobytes()).decode()
+        socket.send_json({"type": "session.update", "session": {"turn_detection": None}})
+        for _ in range(2):
+            socket.send_json({"type": "input_audio_buffer.append", "audio": audio})
+            socket.send_json({"type": "input_audio_buffer.commit"})
+        events = []
+        while not events or not events[-1]["type"].endswith(".completed"):
+            events.append(socket.receive_json())
+    (failed,) = [event["error"] for event in events if event["type"].endswith(".failed")]
+    assert failed["message"] == "Internal server error" and failed["type"] == "server_error"
+    assert events[-1]["transcript"] == "hello"
 
 
 def test_a_wrong_key_and_plain_http_are_refused(ear: LiveServer) -> None:

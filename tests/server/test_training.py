@@ -175,6 +175,26 @@ def test_a_sleeping_engine_has_no_process(server, http, tmp_path, fresh):
     assert logprobs(http) == fresh
 
 
+def test_updates_at_the_same_time_are_all_applied(server, http, fresh):
+    names = sorted(trained())
+    bodies = [save({name: trained()[name] for name in part}) for part in (names[::2], names[1::2])]
+    answers = []
+
+    def update(body):
+        with server.http() as own:
+            answers.append(
+                own.post("/update_weights", content=body, headers=TENSORS, timeout=TIMEOUT_S)
+            )
+
+    threads = [threading.Thread(target=update, args=[body]) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    assert logprobs(http) == fresh
+
+
 def test_updates_that_do_not_fit_change_nothing(http, tmp_path):
     before = logprobs(http)
     name = "model.layers.0.mlp.down_proj.weight"

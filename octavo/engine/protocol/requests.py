@@ -103,6 +103,9 @@ class PrefixRef(msgspec.Struct):
     """Digest of the adapter's content; empty for the base model."""
     media: list[MediaItem] = []
 
+    def __repr__(self) -> str:
+        return f"PrefixRef({len(self.token_ids)} tokens)"
+
 
 class Pin(msgspec.Struct, tag=True):
     """A computed prefix, and the time until which its blocks are kept."""

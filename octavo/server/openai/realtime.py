@@ -11,6 +11,7 @@ import asyncio
 import base64
 import binascii
 import json
+import logging
 import secrets
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,12 +22,13 @@ import numpy as np
 from fastapi import APIRouter, HTTPException, WebSocket, WebSocketDisconnect
 from numpy.typing import NDArray
 
-from octavo.api.errors import ClientError, InvalidRequest, OctavoError, shown
+from octavo.api.errors import InvalidRequest, OctavoError, shown
 from octavo.api.transcription import VoiceActivity
 from octavo.audio.turn_detector import TurnDetector
 from octavo.audio.wav import make_wav
 from octavo.frontend.transcription import SpeechOptions
 from octavo.server.http.auth import get_request_context
+from octavo.server.http.errors import make_fault
 from octavo.server.openai.audio import transcribe_file
 from octavo.server.state.request_record import RequestRecord, get_record
 from octavo.server.state.service import Service
@@ -47,6 +49,7 @@ TEXT_OPTIONS = ("model", "language", "prompt")
 PROTOCOL = "realtime"
 """WebSocket protocol that OpenAI's clients in browsers offer."""
 
+logger = logging.getLogger(__name__)
 router = APIRouter()
 
 
@@ -302,7 +305,9 @@ class Session:
             item = {"item_id": turn.item_id, "content_index": 0}
             try:
                 text = await self._transcribe(turn)
-            except OctavoError as error:
+            except Exception as error:
+                if not isinstance(error, OctavoError):
+                    logger.exception("a turn could not be transcribed")
                 await self._send(f"{event}.failed", **item, error=_describe(error))
                 continue
             if text:
@@ -397,14 +402,14 @@ def _get_table(values: dict[str, Any], name: str, param: str) -> dict[str, Any]:
     return found or {}
 
 
-def _describe(error: OctavoError) -> dict[str, Any]:
+def _describe(error: Exception) -> dict[str, Any]:
     """Returns an error as OpenAI's events describe it."""
-    is_client = isinstance(error, ClientError)
+    fault = make_fault(error)
     return {
-        "type": "invalid_request_error" if is_client else "server_error",
-        "code": type(error).__name__,
-        "message": str(error),
-        "param": getattr(error, "param", None),
+        "type": "invalid_request_error" if fault.status < 500 else "server_error",
+        "code": fault.kind,
+        "message": fault.message,
+        "param": fault.param,
     }
 
 

@@ -188,13 +188,17 @@ async def update_weights(
     """
     control = llm.control
     if parse_media_type(request.headers.get("content-type", "")) == TENSORS:
-        file = await _receive(request, llm)
+        file = control.make_update_file()
+        try:
+            await _receive(request, llm, file)
+            await control.update_weights(file)
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
+    elif (path := await _parse_path(request, service)).is_dir():
+        await control.update_from_model(str(path))
     else:
-        file = await _parse_path(request, service)
-    if file.is_dir():
-        await control.update_from_model(str(file))
-    else:
-        await control.update_weights(file)
+        await control.update_weights(path)
     return {"message": "Weights updated"}
 
 
@@ -242,10 +246,9 @@ async def _parse_path(request: Request, service: Service) -> Path:
     return path
 
 
-async def _receive(request: Request, llm: AsyncLLM) -> Path:
-    """Writes the body to a file of the update."""
+async def _receive(request: Request, llm: AsyncLLM, path: Path) -> None:
+    """Writes the body to a file."""
     limit = HEADER_BYTES + MAX_BYTES_PER_PARAMETER * llm.info.model.num_parameters
-    path = llm.control.make_update_file()
     num_bytes = 0
     stream = request.stream()
     with path.open("wb") as file:
@@ -260,7 +263,7 @@ async def _receive(request: Request, llm: AsyncLLM) -> Path:
                     headers={"Connection": "close"},
                 ) from None
             if part is None:
-                return path
+                return
             num_bytes += len(part)
             if num_bytes > limit:
                 raise HTTPException(413, f"the body is too large: expected at most {limit} bytes")

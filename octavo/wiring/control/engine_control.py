@@ -10,6 +10,7 @@ Knows nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -61,8 +62,9 @@ class EngineControl:
         self._written: tempfile.TemporaryDirectory[str] | None = None
         """Directory of `_model` after an update."""
         self._received: tempfile.TemporaryDirectory[str] | None = None
-        """Directory of received tensors that are not applied yet."""
+        """Directory of `make_update_file`."""
         self._files: list[Path] = []
+        """Files that are not applied yet."""
         self._has_started = False
         """Whether an update in several parts has started."""
 
@@ -138,19 +140,18 @@ class EngineControl:
         """Begins an update in several parts, which `finish_weight_update` applies together."""
         await asyncio.to_thread(self._check_updatable)
         async with self._lock:
-            self._drop_received()
+            self._drop_files()
             self._has_started = True
 
     def make_update_file(self) -> Path:
         """Returns the path of a new file for the tensors of an update, in safetensors format. Pass
-        it to `update_weights`.
+        it to `update_weights`, which deletes it once it is applied.
         """
         folder = self._received or tempfile.TemporaryDirectory(prefix="octavo-update-")
         self._received = folder
-        number = len(list(Path(folder.name).iterdir()))
-        path = Path(folder.name) / f"{number:06}.safetensors"
-        path.touch()
-        return path
+        descriptor, path = tempfile.mkstemp(suffix=".safetensors", dir=folder.name)
+        os.close(descriptor)
+        return Path(path)
 
     async def update_weights(self, file: Path) -> None:
         """Replaces tensors of the model by those of a safetensors file, which have the names and
@@ -179,27 +180,28 @@ class EngineControl:
         async with self._lock:
             if self._files:
                 await self._apply()
-            self._drop_received()
+            self._has_started = False
             self.weight_version = weight_version or self.weight_version
 
     def close(self) -> None:
-        self._drop_received()
+        received, self._received = self._received, None
+        if received is not None:
+            received.cleanup()
         self._drop_written()
 
     async def _apply(self) -> None:
         """Writes the updated model and switches to it."""
         written = tempfile.TemporaryDirectory(prefix="octavo-weights-")
-        files, self._files = self._files, []
         try:
             await asyncio.to_thread(
-                write_update, self._config(self._model), files, Path(written.name)
+                write_update, self._config(self._model), self._files, Path(written.name)
             )
             await self._switch(written.name)
         except BaseException:
             written.cleanup()
             raise
         finally:
-            self._drop_received()
+            self._drop_files()
         self._drop_written()
         self._written = written
 
@@ -257,11 +259,12 @@ class EngineControl:
                 hint="update the weights of an engine that serves alone",
             )
 
-    def _drop_received(self) -> None:
-        received, self._received = self._received, None
-        self._files, self._has_started = [], False
-        if received is not None:
-            received.cleanup()
+    def _drop_files(self) -> None:
+        """Ends an update: deletes its received files."""
+        files, self._files, self._has_started = self._files, [], False
+        for file in files:
+            if self._received is not None and file.parent == Path(self._received.name):
+                file.unlink(missing_ok=True)
 
     def _drop_written(self) -> None:
         written, self._written = self._written, None
