@@ -80,7 +80,7 @@ def test_an_engine_that_is_lost_ends_its_ranks_on_other_machines() -> None:
             assert engine.stdout is not None and b"there" in engine.stdout.readline()
             engine.kill()
             assert rank.wait(20) == 1
-            assert rank.stderr is not None and b"has ended" in rank.stderr.read()
+            assert rank.stderr is not None and b"has exited" in rank.stderr.read()
         finally:
             engine.kill()
             engine.wait()

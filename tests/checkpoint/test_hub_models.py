@@ -132,7 +132,7 @@ def test_an_unknown_quantization_lists_those_there_are(hub, tmp_path):
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("maker/none:Q4_0", "model 'maker/none:Q4_0': Hugging Face has no such repository"),
+        ("maker/none:Q4_0", "model 'maker/none:Q4_0': no such repository on Hugging Face"),
         (
             f"https://huggingface.co/{NAME}/resolve/v9/tiny-Q8_0.gguf",
             f"Hugging Face has no revision v9 of {NAME}",

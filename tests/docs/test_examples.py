@@ -83,6 +83,9 @@ NOT_RUN = {
         "needs the predictors of the minutes before"
     ),
     ("docs/guides/speculation.md", "python benchmarks"): "takes minutes",
+    ("docs/guides/tools.md", "curl http://127.0.0.1:8000/v1/responses"): (
+        "needs an MCP server; see tests/server/test_mcp.py"
+    ),
     ("docs/guides/training.md", ""): "weights of a trainer; see tests/server",
     ("docs/guides/tuning.md", "octavo bench serve"): "takes minutes; see tests/cli",
     ("docs/guides/two-machines.md", ""): "several machines; see tests/distributed",
@@ -90,13 +93,21 @@ NOT_RUN = {
 }
 """Why examples do not run, by their page and their beginning."""
 
-PRINTS_DATA = {"examples/kv_map.py", "examples/simulate_fleet.py", "docs/guides/embeddings.md"}
-"""Pages whose output is numbers, not prose."""
+PRINTS_DATA = {
+    "examples/beam_search.py",
+    "examples/kv_map.py",
+    "examples/simulate_fleet.py",
+    "docs/guides/embeddings.md",
+}
+"""Pages whose output is numbers or variants of one sentence, not prose."""
 
 STAND_INS: dict[tuple[str, str], Callable[[Path], Placeholders]] = {
     ("docs/guides/adapters.md", ""): doc_models.adapters,
     ("docs/guides/encoder-decoders.md", ""): doc_models.translator,
     ("docs/guides/images.md", ""): doc_models.images,
+    ("docs/guides/larger-than-memory.md", "octavo serve MODEL --weights-memory-bytes 4GiB"): (
+        doc_models.experts
+    ),
 }
 """Files that examples need and their stand-ins for models, by page and beginning."""
 

@@ -48,5 +48,11 @@ def translator(folder: Path) -> Placeholders:
     return {}
 
 
+def experts(folder: Path) -> Placeholders:
+    shutil.copytree(tiny_model("qwen3_moe").path, folder / "experts")
+    save_tiny_tokenizer(folder / "experts")
+    return {r"\bMODEL\b": "./experts"}
+
+
 def images(folder: Path) -> Placeholders:
     return {r"Qwen/Qwen2.5-VL-3B-Instruct": str(seeing_model("qwen2_5_vl").path)}

@@ -36,7 +36,7 @@ PLACEHOLDERS = {
 }
 """Words of the examples for which readers write their own."""
 TYPED = {"octavo chat": "Name the capital of France.\n/bye\n"}
-"""What a reader types into a command."""
+"""What a reader types into commands that begin with these words."""
 
 
 class Example(NamedTuple):
@@ -138,7 +138,8 @@ class DocSession:
             script = self.folder / f"{name}.py"
             script.write_text(text)
             return self._run([sys.executable, str(script), *example.arguments])
-        return self._run(["bash", "-c", text], TYPED.get(example.text, ""))
+        typed = [typed for start, typed in TYPED.items() if example.text.startswith(start)]
+        return self._run(["bash", "-c", text], "".join(typed))
 
     def close(self) -> None:
         for server in self._servers.values():

@@ -40,7 +40,7 @@ def _triton_on(options: BackendOptions, device: torch.device) -> AttentionKernel
 
 MAKERS: dict[str, Callable[[BackendOptions, torch.device], AttentionKernels]] = {
     "triton": _triton_on,
-    "sdpa": lambda options, device: Sdpa(),
+    "sdpa": lambda options, device: Sdpa(heads_apart=options.batch_invariant),
 }
 """Constructors by the value of `attention_backend`; each raises BackendUnavailable if its kernels
 cannot run."""

@@ -7,6 +7,7 @@ are in memory at once. Supports every call.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,12 +24,19 @@ MOST_SCORES = 1 << 26
 
 
 class Sdpa:
-    """PyTorch's scaled dot product attention. Implements `AttentionKernels`."""
+    """PyTorch's scaled dot product attention. Implements `AttentionKernels`.
+
+    With `heads_apart`, a query head has the same bits however many share its KV head, so that ranks
+    with copies of one KV head have the bits of the whole.
+    """
 
     name = "sdpa"
     for_graphs = False
     is_invariant = False
     rope_write = None
+
+    def __init__(self, *, heads_apart: bool = False) -> None:
+        self._heads_apart = heads_apart
 
     def graph_bytes(self, program: Program, num_requests: int, max_context: int) -> int:
         return 0
@@ -40,7 +48,18 @@ class Sdpa:
         return None
 
     def attend(self, call: AttentionCall) -> Tensor:
-        return _attend(call)
+        return _attend(_with_heads_apart(call) if self._heads_apart else call)
+
+
+def _with_heads_apart(call: AttentionCall) -> AttentionCall:
+    """Returns a call in which each query head has a copy of its KV head."""
+
+    def expand(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (k, v) if call.expand is None else call.expand(k, v)
+        share = call.q.shape[1] // k.shape[2]
+        return k.repeat_interleave(share, dim=2), v.repeat_interleave(share, dim=2)
+
+    return replace(call, expand=expand)
 
 
 class _Keys(NamedTuple):
