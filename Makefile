@@ -6,8 +6,9 @@
 #                  the tests of imports, prose and documents are those of make check
 #   make test-all  ten times that, and the slow tests (about an hour)
 #   make soak      the full counts; goes on where it was stopped (hours)
-#   make faults    200 seeded faults of servers, routers, links and store nodes; goes on where it was
-#                  stopped (an hour); needs root, for network namespaces
+#   make faults    200 seeded faults of servers, routers, links and store nodes, and 80 of disks,
+#                  descriptors and clocks; goes on where it was stopped (an hour); needs root, for
+#                  network namespaces and small disks
 #   make clients   other projects' clients (langchain, litellm, lm-eval ...) against a live server
 #   make browser   the page in headless Chromium, which the system must have; UPDATE=1 stores new pictures
 #   make fuzz      the readers of files and messages under atheris, FUZZ_S seconds each (600)
@@ -94,7 +95,7 @@ soak: $(DEV_VENV)/.stamp
 	cp $(SOAK_LOG:.jsonl=.summary.json) benchmarks/results/soak.json
 
 faults: $(DEV_VENV)/.stamp
-	$(PYTEST) --tier soak --progress $(FAULTS_LOG) -k whatever_breaks tests/server/test_two_machines.py tests/equivalence/test_kv_pool.py
+	$(PYTEST) --tier soak --progress $(FAULTS_LOG) -k whatever_breaks tests/server/test_two_machines.py tests/equivalence/test_kv_pool.py tests/server/test_under_fire.py
 
 fuzz: $(FUZZ_VENV)/.stamp
 	for target in $(FUZZ_TARGETS); do $(FUZZ_VENV)/bin/python -m tests.fuzz.run $$target $(FUZZ_S) || exit 1; done

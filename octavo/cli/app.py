@@ -24,7 +24,7 @@ OWN_COMMANDS: dict[CommandGroup, tuple[str, ...]] = {
     "Run models": ("run", "chat"),
     "Serve models": ("serve", "ps", "top", "rank"),
     "Manage models": ("pull", "list", "show", "rm", "models", "quantize"),
-    "Measure and debug": ("plan", "bench", "replay"),
+    "Measure and debug": ("plan", "bench", "eval", "replay"),
     "Help and diagnosis": ("doctor", "docs"),
 }
 """Commands by group, in the order of the help. Each is a module of this package with a function of

@@ -169,7 +169,7 @@ class ServerSettings:
         False,
         "Server",
         "Serve the routes for trainers: pause, sleep, weight updates",
-        details="For the operator; see the guide Training loops.",
+        details="For the operator; see the guide Training and evaluation.",
     )
     lazy_load: bool = option(False, "Server", "Load each model at its first request")
     idle_unload: float | None = option(

@@ -9,6 +9,7 @@ import pytest
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 
+from octavo.cli.app import run_command
 from tests.clients.conftest import MODEL
 
 CHOICES = """task: capitals
@@ -50,3 +51,17 @@ def test_a_task_of_choices(model, tmp_path):
         model, tasks=["capitals"], task_manager=tasks, bootstrap_iters=0, use_cache=None
     )
     assert found["results"]["capitals"]["acc,none"] == 1.0
+
+
+def test_octavo_eval_scores_a_running_server(server, tmp_path, capsys):
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "capitals.yaml").write_text(CHOICES.format(data=tmp_path / "rows.json"))
+    arguments = ["eval", "--tasks=capitals", f"--include-path={tmp_path}", f"--url={server.url}"]
+    assert run_command([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["capitals"]["acc,none"] == 1.0
+    assert run_command([*arguments, "no-such-model"]) == 2
+    assert "served are smollm2" in capsys.readouterr().err
+    assert run_command([*arguments, "--threads=2"]) == 2
+    assert "threads: got an engine option" in capsys.readouterr().err
+    assert run_command(["eval", "--tasks=no-such-task"]) == 2
+    assert "lm-eval has no task 'no-such-task'" in capsys.readouterr().err
