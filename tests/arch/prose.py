@@ -63,7 +63,7 @@ def files() -> list[Path]:
         path
         for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*"))
-        if path.suffix in suffixes and path != Path(__file__)
+        if path.suffix in suffixes and path != Path(__file__) and "node_modules" not in path.parts
     ]
     return [*found, *sorted(ROOT.glob("*.md"))]
 

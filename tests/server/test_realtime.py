@@ -15,10 +15,11 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from octavo import LLM
+from octavo.api.errors import Overloaded
 from octavo.audio.wav import make_wav
 from octavo.server.app import create_app
-from octavo.server.openai.realtime import Session, Turn
 from octavo.server.settings import ServerSettings
+from octavo.server.state.service import Service
 from octavo.server.state.slot import EngineSlot
 from octavo.utils.progress import quiet
 from tests.support.live_server import LiveServer
@@ -161,16 +162,13 @@ def test_what_is_wrong_is_said_and_the_connection_goes_on(
 
 
 def test_an_unexpected_error_fails_its_turn_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection goes on, the client is not told details, and later turns are transcribed."""
-    outcomes = iter([RuntimeError("a secret"), "hello"])
+    """The connection goes on, and the client is not told details."""
+    errors = iter([RuntimeError("a secret"), Overloaded("busy")])
 
-    async def transcribe(self: Session, turn: Turn) -> str:
-        outcome = next(outcomes)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    async def model(self: Service, name: str | None = None) -> None:
+        raise next(errors)
 
-    monkeypatch.setattr(Session, "_transcribe", transcribe)
+    monkeypatch.setattr(Service, "model", model)
     http = TestClient(create_app(EngineSlot(), ServerSettings()))
     with http.websocket_connect("/v1/realtime") as socket:
         audio = base64.b64encode(TURNS[0].tobytes()).decode()
@@ -178,12 +176,12 @@ def test_an_unexpected_error_fails_its_turn_only(monkeypatch: pytest.MonkeyPatch
         for _ in range(2):
             socket.send_json({"type": "input_audio_buffer.append", "audio": audio})
             socket.send_json({"type": "input_audio_buffer.commit"})
-        events = []
-        while not events or not events[-1]["type"].endswith(".completed"):
-            events.append(socket.receive_json())
-    (failed,) = [event["error"] for event in events if event["type"].endswith(".failed")]
-    assert failed["message"] == "Internal server error" and failed["type"] == "server_error"
-    assert events[-1]["transcript"] == "hello"
+        failed: list[dict[str, Any]] = []
+        while len(failed) < 2:
+            event = socket.receive_json()
+            failed += [event["error"]] if event["type"].endswith(".failed") else []
+    assert failed[0]["message"] == "Internal server error" and failed[0]["type"] == "server_error"
+    assert failed[1]["message"] == "busy"
 
 
 def test_a_wrong_key_and_plain_http_are_refused(ear: LiveServer) -> None:

@@ -261,7 +261,8 @@ class EngineControl:
 
     def _drop_files(self) -> None:
         """Ends an update: deletes its received files."""
-        files, self._files, self._has_started = self._files, [], False
+        files, self._files = self._files, []
+        self._has_started = False
         for file in files:
             if self._received is not None and file.parent == Path(self._received.name):
                 file.unlink(missing_ok=True)
