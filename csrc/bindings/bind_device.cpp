@@ -39,7 +39,8 @@ std::vector<std::pair<double, double>> measure_stream(Device& d, const std::stri
 
 void bind_device(nb::module_& m) {
     nb::class_<Device>(m, "Device")
-        .def(nb::init<int, const std::string&, const std::string&>(), "threads"_a, "directory"_a, "level"_a)
+        .def(nb::init<int, const std::string&, const std::string&, std::vector<std::vector<int>>>(),
+             "threads"_a, "directory"_a, "level"_a, "group_cpus"_a = std::vector<std::vector<int>>{})
         .def_prop_ro("level", [](const Device& d) { return std::string(d.kernels.name); })
         .def(
             "read_bandwidth", [](Device& d, size_t bytes) { return read_bandwidth(d.pool, bytes); },

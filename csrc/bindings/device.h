@@ -2,6 +2,8 @@
 #pragma once
 
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "../plan/packing.h"
 #include "../runtime/levels.h"
@@ -13,8 +15,9 @@ struct Device {
     ThreadPool pool;
     const KernelTable& kernels;
     WeightMemory weights;
-    Device(int threads, const std::string& directory, const std::string& level)
-        : pool(threads), kernels(load_level(directory, level)) {}
+    Device(int threads, const std::string& directory, const std::string& level,
+           std::vector<std::vector<int>> group_cpus)
+        : pool(threads, std::move(group_cpus)), kernels(load_level(directory, level)) {}
 };
 
 }  // namespace octavo

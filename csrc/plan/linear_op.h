@@ -110,12 +110,10 @@ struct LinearOp : Op {
         return std::any_of(spec.parts.begin(), spec.parts.end(),
                            [](const LinearPart& part) { return part.tiles().column_stride > 0; });
     }
-    // Four items per thread, so that all threads have the same number if possible, and an even number of
-    // tiles per item, since tiles are multiplied in pairs.
     int tiles_per_item(int threads) const {
+        if (!is_by_columns()) return even_tiles_per_item(num_tiles, threads);
         const int each = (num_tiles + threads - 1) / threads;
-        if (is_by_columns()) return std::max((each + 3) / 4 * 4, 4);
-        return std::clamp(((each + 3) / 4 + 1) / 2 * 2, 2, 16);
+        return std::max((each + 3) / 4 * 4, 4);
     }
     int num_items(const View& view) const override {
         const int chunk = tiles_per_item(view.runner.pool().num_threads());

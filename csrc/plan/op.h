@@ -1,6 +1,7 @@
 // An op of a prepared program: work items that threads share, followed by a barrier.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,6 +21,13 @@ constexpr int kFewRows = 4;
 constexpr int kRowBlock = 256;
 // Rows of one expert per work item.
 constexpr int kExpertRows = 128;
+
+// Returns the tiles per work item of a matmul: four items per thread, so that all threads have the same number
+// if possible, and an even number of tiles, since tiles are multiplied in pairs.
+inline int even_tiles_per_item(int num_tiles, int threads) {
+    const int each = (num_tiles + threads - 1) / threads;
+    return std::clamp(((each + 3) / 4 + 1) / 2 * 2, 2, 16);
+}
 
 class StepRunner;
 struct Op;

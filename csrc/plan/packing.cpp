@@ -217,8 +217,7 @@ PackedTiles Packer::add(const Tiles& tiles, PackTile pack) {
     packed.memory = memory_.allocate(packed.num_bytes());
     packed.tiles.data = packed.memory.get();
     packed.tiles.tile_stride = tiles.column_stride ? kTile : tiles.tile_bytes;
-    jobs_.push_back({packed, std::move(pack), num_tiles_});
-    num_tiles_ += tiles.num_tiles();
+    jobs_.push_back({packed, std::move(pack)});
     num_waiting_bytes_ += packed.num_bytes();
     return packed;
 }
@@ -248,16 +247,20 @@ bool Packer::interleave(PackedTiles& first, PackedTiles& second) {
     return true;
 }
 
+// A matrix is packed by the threads that read it in a matmul, so that Linux places its pages near them.
 void Packer::run(ThreadPool& pool) {
-    pool.parallel_for(num_tiles_, [&](int index, int) {
-        const auto after = std::upper_bound(jobs_.begin(), jobs_.end(), index,
-                                            [](int tile, const Job& job) { return tile < job.first; });
-        const Job& job = *std::prev(after);
-        const int tile = index - job.first;
-        job.pack(tile, job.packed.memory.get() + tile * job.packed.tiles.tile_stride);
-    });
+    struct Packing : ThreadPool::Task {
+        const std::vector<Job>& jobs;
+        explicit Packing(const std::vector<Job>& j) : jobs(j) {}
+        int num_phases() const override { return static_cast<int>(jobs.size()); }
+        int num_items(int phase) const override { return jobs[phase].packed.tiles.num_tiles(); }
+        void run(int phase, int tile, int) override {
+            const auto& [packed, pack] = jobs[phase];
+            pack(tile, packed.memory.get() + tile * packed.tiles.tile_stride);
+        }
+    } packing(jobs_);
+    pool.run(packing);
     jobs_.clear();
-    num_tiles_ = 0;
     num_waiting_bytes_ = 0;
 }
 

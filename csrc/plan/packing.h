@@ -106,7 +106,7 @@ class Packer {
     // Interleaves the tiles of the last two weights added, which one matmul reads together: one memory
     // stream is faster than two. Returns false and does nothing if their layouts differ.
     bool interleave(PackedTiles& first, PackedTiles& second);
-    // Packs all weights added since the last call. Each thread writes an equal share of neighbouring tiles.
+    // Packs all weights added since the last call. Each thread writes an equal share of each weight.
     void run(ThreadPool& pool);
     size_t num_waiting_bytes() const { return num_waiting_bytes_; }
 
@@ -116,7 +116,6 @@ class Packer {
     struct Job {
         PackedTiles packed;
         PackTile pack;
-        int first;  // among the tiles of all jobs
     };
     PackedTiles add(const Tiles& tiles, PackTile pack);
     PackedTiles add_whole_rows(const QuantizedSource& source);
@@ -124,7 +123,6 @@ class Packer {
 
     WeightMemory& memory_;
     std::vector<Job> jobs_;
-    int num_tiles_ = 0;
     size_t num_waiting_bytes_ = 0;
 };
 

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "direct_file.h"
 #include "memory.h"
 
 namespace octavo {
@@ -23,8 +24,7 @@ using Clock = std::chrono::steady_clock;
 
 struct OpenFile {
     int number;
-    explicit OpenFile(const std::string& path)
-        : number(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT)) {}
+    explicit OpenFile(const std::string& path) : number(open_direct(path.c_str())) {}
     ~OpenFile() {
         if (number >= 0) close(number);
     }

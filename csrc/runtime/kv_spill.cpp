@@ -8,17 +8,9 @@
 #include <cstring>
 #include <utility>
 
+#include "direct_file.h"
+
 namespace octavo {
-
-namespace {
-
-// Not every file system supports O_DIRECT.
-bool set_direct(int file) {
-    const int flags = fcntl(file, F_GETFL);
-    return flags >= 0 && fcntl(file, F_SETFL, flags | O_DIRECT) == 0;
-}
-
-}  // namespace
 
 KvSpill::KvSpill(const Source& source, Shape shape, Memory& memory)
     : source_(source),
@@ -30,7 +22,7 @@ KvSpill::KvSpill(const Source& source, Shape shape, Memory& memory)
         bytes() % kRecordAlign || shape_.used_bytes > bytes())
         throw std::logic_error("invalid KV records");
     if (file_ < 0) raise(false, errno, 0);
-    direct_ = set_direct(file_);
+    direct_ = set_direct(file_);  // not every file system supports it
     const auto blocks = static_cast<size_t>(shape_.num_blocks);
     for (const int layer : shape_.layers) {
         if (layer >= static_cast<int>(layer_index_.size()))

@@ -11,6 +11,8 @@
 #include <unistd.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace octavo {
@@ -54,6 +56,29 @@ bool request_tiles() {
     return false;
 #endif
 }
+#elif defined(__aarch64__)
+#if defined(__linux__)
+// HWCAP_ASIMDDP, HWCAP2_I8MM and HWCAP2_BF16, which older headers lack.
+bool has_dot_products() { return getauxval(AT_HWCAP) & 1ul << 20; }
+bool has_i8mm_and_bf16() {
+    constexpr unsigned long kBoth = 3ul << 13;
+    return (getauxval(AT_HWCAP2) & kBoth) == kBoth;
+}
+#elif defined(__APPLE__)
+// Apple's names of the extensions; a system that is older than an extension does not know its name.
+bool has_feature(const char* name) {
+    int value = 0;
+    size_t size = sizeof(value);
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+}
+bool has_dot_products() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_i8mm_and_bf16() {
+    return has_feature("hw.optional.arm.FEAT_I8MM") && has_feature("hw.optional.arm.FEAT_BF16");
+}
+#else
+bool has_dot_products() { return false; }
+bool has_i8mm_and_bf16() { return false; }
+#endif
 #endif
 
 }  // namespace
@@ -76,13 +101,9 @@ std::vector<std::string> supported_levels() {
     if (tiles && request_tiles()) levels.push_back("amx");
 #elif defined(__aarch64__)
     levels.push_back("neon");
-#if defined(__linux__)
-    // HWCAP_ASIMDDP, HWCAP2_I8MM and HWCAP2_BF16, which older headers lack.
-    constexpr unsigned long kDotProducts = 1ul << 20, kI8mmAndBf16 = 3ul << 13;
-    if (!(getauxval(AT_HWCAP) & kDotProducts)) return levels;
+    if (!has_dot_products()) return levels;
     levels.push_back("neon_dotprod");
-    if ((getauxval(AT_HWCAP2) & kI8mmAndBf16) == kI8mmAndBf16) levels.push_back("neon_i8mm");
-#endif
+    if (has_i8mm_and_bf16()) levels.push_back("neon_i8mm");
 #endif
     return levels;
 }

@@ -34,8 +34,15 @@ void Memory::release(size_t offset, size_t bytes) {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t first = (reinterpret_cast<uintptr_t>(data_) + offset + page - 1) / page * page;
     const uintptr_t end = (reinterpret_cast<uintptr_t>(data_) + offset + bytes) / page * page;
-    if (first < end && madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED))
-        throw std::runtime_error("memory cannot be released");
+    if (first >= end) return;
+    void* const pages = reinterpret_cast<void*>(first);
+#ifdef __linux__
+    const bool released = madvise(pages, end - first, MADV_DONTNEED) == 0;
+#else  // MADV_DONTNEED keeps the contents
+    const bool released = mmap(pages, end - first, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
+#endif
+    if (!released) throw std::runtime_error("memory cannot be released");
 }
 
 std::shared_ptr<uint8_t> WeightMemory::allocate(size_t bytes) {

@@ -6,6 +6,13 @@
 // running. A thread that wakes up after the last item is done finds the task closed, and no other thread
 // has waited for it. Threads spin for at most 50 us and then sleep: on a core shared with a busy neighbour,
 // spinning would slow that neighbour down.
+//
+// With many cores, the threads form groups. The items of a group's ranges are counted in a cache line of the
+// group, on which its threads also wait, and groups that are done in a common one: a phase transfers one or
+// two lines per group between groups, instead of one per thread. Threads steal within their group first.
+//
+// Counters carry the number of the run in which they were written, so that no run resets those of all phases
+// and threads before it starts.
 #pragma once
 
 #include <atomic>
@@ -37,7 +44,9 @@ class ThreadPool {
         virtual void on_phase_done(int /*phase*/) {}
     };
 
-    explicit ThreadPool(int num_threads);
+    // The threads are divided evenly among the groups. `group_cpus`: processors that each group's threads are
+    // bound to, except the calling thread; none: any. Without it there is one group.
+    explicit ThreadPool(int num_threads, std::vector<std::vector<int>> group_cpus = {});
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
@@ -64,7 +73,11 @@ class ThreadPool {
 
   private:
     struct alignas(64) Range {
-        std::atomic<int> next{0};
+        std::atomic<uint64_t> next{0};  // run, and items of it that threads have taken (the low 32 bits)
+    };
+    struct alignas(64) Progress {
+        std::atomic<int> done{0};  // items of this run; 0 again when all are
+        std::atomic<int> released{0};  // last run in which all items of the phase were done
     };
     struct alignas(64) Counter {
         std::atomic<int> value{0};
@@ -72,19 +85,31 @@ class ThreadPool {
 
     static constexpr int kClosed = 1 << 20;
 
+    int group_of(int thread) const { return ((thread + 1) * num_groups_ - 1) / num_threads_; }
+    // Returns a group's progress in a phase; after those of the groups, that of the phase.
+    Progress& progress(int phase, int group) {
+        return progress_[static_cast<size_t>(phase) * (num_groups_ + 1) + group];
+    }
+
     void stop();
     void serve(int thread);
     bool enter();
     void run_as(int thread);
-    int run_items(int phase, int num_items, int thread);
+    bool run_items(int phase, int num_items, int thread, int own_group);
+    int take(Range& range, int size) const;
+    bool count_done(int phase, int num_items, int group, int count);
     static void wait_for(std::atomic<int>& counter, int goal, Span to_prefetch = {});
 
     const int num_threads_;
+    const std::vector<std::vector<int>> group_cpus_;
+    const int num_groups_;
+    std::vector<int> first_thread_;  // [groups + 1]
     std::vector<std::thread> threads_;
     Task* task_ = nullptr;
     int num_phases_ = 0;
+    int run_ = 0;  // number of the current task; equal to epoch_
     std::unique_ptr<Range[]> ranges_;  // [phases][threads]
-    std::unique_ptr<Counter[]> done_;  // [phases]: items that are done
+    std::unique_ptr<Progress[]> progress_;  // [phases][groups + 1]
     int capacity_ = 0;  // phases that both arrays have room for
     Counter epoch_;  // counts tasks; a change wakes the threads
     Counter gate_;  // threads inside the current task, plus kClosed when no further thread may enter

@@ -7,12 +7,14 @@
 #include <cstring>
 #include <utility>
 
+#include "direct_file.h"
+
 namespace octavo {
 
 // Not every file system supports O_DIRECT; the first read shows it.
 WeightFile::WeightFile(std::string path, ReadAt read_at, uint8_t* scratch)
     : path_(std::move(path)), read_at_(read_at) {
-    file_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+    file_ = open_direct(path_.c_str());
     if (file_ >= 0 && read_at_(file_, scratch, kDirectAlign, 0) < 0 && errno == EINVAL) {
         close(file_);
         file_ = -1;

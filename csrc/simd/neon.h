@@ -290,6 +290,10 @@ OCTAVO_INLINE vi dot2_int16(vi acc, vi a, vi b) {
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {
     const auto quarter = [](RegisterF sum, RegisterI x, RegisterI y) {
+#if defined(__GNUC__) && !defined(__clang__)
+        // GCC 12 writes a constant of bf16 with the bits of fp16: the empty statement hides that y is one.
+        asm("" : "+w"(y));
+#endif
         return lanes(vbfdotq_f32(raw(sum), vreinterpretq_bf16_s32(raw(x)), vreinterpretq_bf16_s32(raw(y))));
     };
     return each(quarter, acc, w, a);

@@ -59,6 +59,8 @@ class BackendOptions:
     backend supports it. Results are bitwise equal either way.
     """
     num_threads: int | None = None
+    thread_groups: Sequence[Sequence[int]] = ()
+    """CPUs of each group of threads that wait together (native); () for one group."""
     max_tokens: int = 2048
     """Number of rows in the largest step."""
     max_requests: int = 128

@@ -15,6 +15,8 @@ from octavo.executor.base import (
 from octavo.executor.devices import choose_device
 from octavo.executor.ranks import Ranks
 from octavo.wiring.model_hooks import model_hooks
+from octavo.worker.machine import Machine
+from octavo.worker.numa import thread_groups
 
 if TYPE_CHECKING:
     from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
@@ -71,6 +73,9 @@ def _backend_options(config: EngineConfig) -> BackendOptions:
         kv_cache_dtype=config.cache.kv_cache_dtype,
         shared_prefix_attention=config.cache.shared_prefix_attention,
         num_threads=config.backend.threads,
+        thread_groups=thread_groups(
+            Machine(), config.backend.numa_bind_nodes, config.backend.threads or 1
+        ),
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,
         max_context=config.model.max_model_len,

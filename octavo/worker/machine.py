@@ -83,6 +83,19 @@ class Machine:
         nodes.sort(key=lambda node: node.index)
         return nodes or [NumaNode(0, cpus, self._num_physical_cores(cpus), None)]
 
+    def caches(self) -> list[list[frozenset[int]]]:
+        """Returns the hardware threads of each core, by third-level cache, node by node. Without
+        such caches, by node.
+        """
+        caches: dict[tuple[int, str], set[frozenset[int]]] = {}
+        for node in self.nodes():
+            for cpu in node.cpus:
+                path = self.root / f"sys/devices/system/cpu/cpu{cpu}/cache/index3/shared_cpu_list"
+                core = _parse_cpu_list(self._get_core(cpu)) & node.cpus or frozenset({cpu})
+                caches.setdefault((node.index, _read(path) or ""), set()).add(core)
+        by_node = sorted(caches.items(), key=lambda item: (item[0][0], min(map(min, item[1]))))
+        return [sorted(cores, key=min) for _, cores in by_node]
+
     def cpu_name(self) -> str:
         """Returns the processor's model name."""
         if self._is_macos():

@@ -1,4 +1,4 @@
-"""NUMA nodes: which of them a process runs on.
+"""NUMA nodes: which of them a process runs on, and its threads.
 
 A process that is bound to a node allocates its weights and KV cache there, since Linux places a
 page on the node of the thread that first writes it. Source: the kernel documentation of
@@ -7,12 +7,17 @@ numa_memory_policy and sysfs.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Sequence
 
 from octavo.api.errors import ConfigError
 from octavo.config.numa_nodes import parse_numa_nodes
 from octavo.worker.machine import Machine, NumaNode
+
+GROUP_THREADS = 16
+"""Maximum number of threads that wait on one cache line."""
 
 
 def process_nodes(nodes: Sequence[NumaNode], index: int, num_processes: int) -> list[NumaNode]:
@@ -53,3 +58,24 @@ def bind(machine: Machine, numa_bind_nodes: str | None, index: int, num_processe
     own = process_nodes(nodes, index, num_processes)
     if len(own) < len(machine.nodes()):
         os.sched_setaffinity(0, frozenset[int]().union(*(node.cpus for node in own)))
+
+
+def thread_groups(
+    machine: Machine, numa_bind_nodes: str | None, num_threads: int
+) -> list[list[int]]:
+    """Returns the CPUs of each group of compute threads; [] if one group is enough.
+
+    Threads of a group share a third-level cache, and are bound to it if each core has one thread;
+    else the groups have no CPUs. ThreadPool (csrc/runtime/thread_pool.h) divides the threads.
+    """
+    if num_threads <= GROUP_THREADS:
+        return []
+    caches = machine.caches()
+    cores = list(itertools.chain(*caches))
+    if numa_bind_nodes == "off" or len(cores) != num_threads:
+        return [[] for _ in range(math.ceil(num_threads / GROUP_THREADS))]
+    num_groups = sum(math.ceil(len(cache) / GROUP_THREADS) for cache in caches)
+    bounds = [num_threads * group // num_groups for group in range(num_groups + 1)]
+    return [
+        sorted(itertools.chain(*cores[first:last])) for first, last in itertools.pairwise(bounds)
+    ]

@@ -7,11 +7,13 @@ the interconnect, of KV reads or of compute.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from octavo.worker.machine import NumaNode
+from octavo.worker.numa import GROUP_THREADS
 
 LOCAL_HOP_S, REMOTE_HOP_S = 45e-9, 170e-9
 """Seconds for a cache line between two cores of a third-level cache, and of different ones.
@@ -19,6 +21,12 @@ Measured on Zen 4; `octavo bench --profile` shows this machine's.
 """
 REMOTE_SHARE = 0.4
 """Bandwidth of another node's memory over that of a node's own. Assumed."""
+REMOTE_READS = 0.1
+"""Share of weights that one process reads from other nodes, since a matmul over several matrices
+divides their rows differently from packing. csrc/tests/thread_pool_test.cpp counts it: 4% for
+Llama's shapes on two nodes, 10% on eight. Huge pages at the boundaries of nodes and stolen work are
+not counted.
+"""
 
 Layout = Literal["process", "ranks", "engines"]
 """One process on all nodes; a tensor-parallel rank per node; a data-parallel engine per node."""
@@ -60,9 +68,9 @@ class StepEstimate:
 
     stored_bytes: int
     """Bytes of weights in the memory of each node."""
-    local_bytes: int
+    local_bytes: float
     """Bytes that each node reads from its own memory."""
-    remote_bytes: int
+    remote_bytes: float
     """Bytes that each node reads from other nodes."""
     num_waits: int
     """Number of times that all threads of a process wait for each other."""
@@ -74,14 +82,15 @@ class StepEstimate:
 def estimate(machine: NumaMachine, work: StepWork, layout: Layout) -> StepEstimate:
     """Returns the counts and the time of a step in this layout."""
     nodes = machine.num_nodes
-    is_process = layout == "process"
     stored = work.weight_bytes if layout == "engines" else work.weight_bytes // nodes
-    # One process has its weights on all nodes, and each node reads an equal part of them.
-    local = stored // nodes if is_process else stored
-    remote = stored - local
+    # One process packs most weights on the nodes that read them; a thread that runs out of work
+    # reads from others.
+    remote = stored * REMOTE_READS if layout == "process" and nodes > 1 else 0
+    num_threads = machine.cores_per_node * (nodes if layout == "process" else 1)
     num_exchanges = work.num_exchanges if layout == "ranks" else 0
+    local = stored - remote
     reading = (local + remote / REMOTE_SHARE) / (machine.bandwidth / nodes)
-    waiting = work.num_phases * wait_s(machine, is_process) + num_exchanges * nodes * REMOTE_HOP_S
+    waiting = work.num_phases * wait_s(num_threads) + num_exchanges * nodes * REMOTE_HOP_S
     return StepEstimate(
         stored_bytes=stored,
         local_bytes=local,
@@ -92,13 +101,17 @@ def estimate(machine: NumaMachine, work: StepWork, layout: Layout) -> StepEstima
     )
 
 
-def wait_s(machine: NumaMachine, is_process: bool) -> float:
-    """Returns the seconds in which the threads of a process, on all nodes or on one, wait for each
-    other: each takes the same cache line in turn (csrc/runtime/thread_pool.h).
+def wait_s(num_threads: int, group_threads: int = GROUP_THREADS) -> float:
+    """Returns the seconds in which the threads of a process wait for each other, in groups
+    (csrc/runtime/thread_pool.h).
+
+    Each thread takes its group's line in turn, then each group takes the common line, and the last
+    one releases all groups.
     """
-    if is_process and machine.num_nodes > 1:
-        return machine.num_nodes * machine.cores_per_node * REMOTE_HOP_S
-    return machine.cores_per_node * LOCAL_HOP_S
+    num_groups = math.ceil(num_threads / group_threads)
+    if num_groups == 1:
+        return num_threads * LOCAL_HOP_S
+    return math.ceil(num_threads / num_groups) * LOCAL_HOP_S + 2 * num_groups * REMOTE_HOP_S
 
 
 def suggest(machine: NumaMachine, work: StepWork, kv_bytes: int) -> Layout:

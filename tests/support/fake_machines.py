@@ -26,3 +26,26 @@ def two_sockets(root, affinity=range(16)):
     }
     draw(root, files)
     return Machine(root, frozenset(affinity))
+
+
+def many_cores(root, num_cores, cores_per_cache, offline=None):
+    """Two nodes; cpu i and cpu i + num_cores are one core. 0 cores per cache: no third level."""
+    files = {}
+    for i in range(2 * num_cores):
+        core = i % num_cores
+        cpu = f"sys/devices/system/cpu/cpu{i}"
+        files[f"{cpu}/topology/core_cpus_list"] = f"{core},{core + num_cores}"
+        if cores_per_cache:
+            first = core - core % cores_per_cache
+            last = first + cores_per_cache - 1
+            shared = f"{first}-{last},{first + num_cores}-{last + num_cores}"
+            files[f"{cpu}/cache/index3/shared_cpu_list"] = shared
+    half = num_cores // 2
+    for node in range(2):
+        first, last = node * half, (node + 1) * half - 1
+        cpus = f"{first}-{last},{first + num_cores}-{last + num_cores}"
+        files[f"sys/devices/system/node/node{node}/cpulist"] = cpus
+    online = [i for i in range(2 * num_cores) if i % num_cores != offline]
+    files["sys/devices/system/cpu/online"] = ",".join(map(str, online))
+    draw(root, files)
+    return Machine(root, frozenset(range(2 * num_cores)))

@@ -125,7 +125,9 @@ class NativeBackend(Backend):
         kernels = Path(native.__file__).parent
         num_threads = options.num_threads or 1
         try:
-            self._device = native.Device(num_threads, str(kernels), level or supported[-1])
+            self._device = native.Device(
+                num_threads, str(kernels), level or supported[-1], options.thread_groups
+            )
         except (RuntimeError, MemoryError) as error:
             what = f"the native backend cannot start {num_threads} threads: {error}"
             raise BackendUnavailable(what, hint="use fewer --threads") from None
