@@ -88,7 +88,9 @@ def smollm2(settings: Settings, emit: Emit) -> None:
     with _joined() as file:
         engine = LLM(model=str(file), backend="torch", device=settings.device, max_num_seqs=8)
         with engine as llm:
-            params = SamplingParams(temperature=0, max_tokens=wanted["max_tokens"])
+            params = SamplingParams(
+                temperature=0, repetition_penalty=1, max_tokens=wanted["max_tokens"]
+            )
             prompts = [one["prompt"] for one in wanted["texts"]]
             outputs = llm.chat(conversations(prompts), params, use_tqdm=False)
     for one, found in zip(wanted["texts"], outputs, strict=True):
