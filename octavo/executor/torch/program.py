@@ -52,6 +52,7 @@ from octavo.executor.torch.ranks import TorchRanks, broadcast_sampled
 from octavo.executor.torch.rates import measured_ceilings, wait_for
 from octavo.executor.torch.row_ops import norms_ahead
 from octavo.executor.torch.sampling import (
+    GREEDY,
     SamplerOutput,
     SamplingStages,
     get_sampling_stages,
@@ -231,7 +232,7 @@ class TorchProgram(Runnable):
         samplings = (
             []
             if batch.sampling is None
-            else [self._make_chunk_sampling(batch, batch.sampling, chunk) for chunk in chunks]
+            else self._make_chunk_samplings(batch, batch.sampling, chunks)
         )
         if batch.adapter_rows is not None and not (batch.adapter_rows >= 0).any():
             batch = dataclasses.replace(batch, adapter_rows=None)
@@ -267,27 +268,30 @@ class TorchProgram(Runnable):
         self._execute(self.instructions.body, step)
         return lambda chunk: self._through_head(step, step.inputs["sample_rows"][chunk])
 
-    def _make_chunk_sampling(
-        self, batch: StepBatch, sampling: SamplingBatch, chunk: slice
-    ) -> ChunkSampling:
-        """Returns the sampling setup of a chunk.
+    def _make_chunk_samplings(
+        self, batch: StepBatch, sampling: SamplingBatch, chunks: Sequence[slice]
+    ) -> list[ChunkSampling]:
+        """Returns the sampling setup of each chunk.
 
         Each chunk computes as many top logprobs as the whole step needs, because the chunks' arrays
         are joined.
         """
-        part = sampling.part(chunk.start, chunk.stop)
-        whole = get_sampling_stages(sampling, self.program.vocab_size)
-        stages = dataclasses.replace(
-            get_sampling_stages(part, self.program.vocab_size),
-            num_top=whole.num_top,
-            surprises=whole.surprises,
-        )
-        return ChunkSampling(
-            chunk,
-            stages,
-            make_sampling_arrays(part, stages)
-            | target_arrays(batch.last_tokens, chunk, spare=self._runtime.max_rows),
-        )
+        vocab_size, spare = self.program.vocab_size, self._runtime.max_rows
+        whole = get_sampling_stages(sampling, vocab_size)
+        made = []
+        for chunk in chunks:
+            part = sampling if len(chunks) == 1 else sampling.part(chunk.start, chunk.stop)
+            stages = whole
+            if whole != GREEDY and len(chunks) > 1:
+                stages = dataclasses.replace(
+                    get_sampling_stages(part, vocab_size),
+                    num_top=whole.num_top,
+                    surprises=whole.surprises,
+                )
+            arrays = make_sampling_arrays(part, stages)
+            arrays |= target_arrays(batch.last_tokens, chunk, spare=spare)
+            made.append(ChunkSampling(chunk, stages, arrays))
+        return made
 
     def _take_last_tokens(self, inputs: dict[str, Tensor]) -> None:
         """Replaces token ids that only the device knows, in place because graphs read that
