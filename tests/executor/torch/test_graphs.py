@@ -195,7 +195,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["plain", "triton"])
+@pytest.mark.parametrize("kernels", ["plain", pytest.param("triton", marks=pytest.mark.slow)])
 def test_steps_with_adapters(kernels, tmp_path):
     """Requests of several adapters and of none share one graph, also after one was replaced; rows
     of an adapter with gains run eagerly, and steps without adapters keep their graph.
