@@ -6,7 +6,7 @@
 Both matmuls are those of experts, where the expert of a row is its slot: shapes do not depend on
 which rows have adapters, so that a CUDA graph can contain them. Updates with a gain or bias, and of
 embedding tables, are applied outside of graphs. The scales are part of B; on a Linear of several
-matrices, A stacks theirs, and B is block diagonal.
+matrices, A stacks theirs, and B is block diagonal (docs/decisions/0043-adapters-as-experts.md).
 """
 
 from __future__ import annotations
