@@ -19,4 +19,3 @@ def test_kernels_compile_for_an_h100(which, tmp_path):
     command = [sys.executable, "-m", "tests.executor.torch.triton.compile_kernels", *which]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "pick_kernel" in done.stdout
