@@ -1,4 +1,4 @@
-"""The levels of AArch64 on emulated processors: each chooses its own.
+"""The levels of AArch64 on emulated processors: each chooses its own and computes as specified.
 
 `make qemu` runs all native tests at each level.
 """
@@ -48,6 +48,26 @@ def levels_on(machine, program):
 )
 def test_a_processor_supports_the_levels_of_its_extensions(print_levels, machine, expected):
     assert levels_on(machine, print_levels) == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "march"),
+    [
+        ("cortex-a72", "armv8-a"),
+        ("neoverse-n1", "armv8.2-a+dotprod"),
+        ("max", "armv8.2-a+dotprod+i8mm+bf16"),
+    ],
+)
+def test_operations_at_extreme_values(tmp_path, machine, march):
+    program = tmp_path / "extremes"
+    source = Path(__file__).with_name("extremes_aarch64.cpp")
+    options = ["-std=gnu++20", "-O2", "-ffp-contract=off", f"-march={march}", "-DOCTAVO_NEON"]
+    command = [COMPILER, *options, f"-I{ROOT / 'csrc'}", "-o", program, source]
+    subprocess.run(command, check=True)
+    ended = subprocess.run(
+        [QEMU, "-L", SYSROOT, "-cpu", machine, program], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "")
 
 
 @pytest.mark.slow
