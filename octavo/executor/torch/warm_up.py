@@ -26,7 +26,7 @@ def warm_up_steps(
 ) -> Iterator[StepBatch]:
     """Yields decode steps, steps of a prompt, and steps of both with and without a shared prefix.
 
-    With a `vocab_size` a step is also sampled greedily, and with and without cut-offs.
+    With a `vocab_size` a step is also sampled greedily, with and without cut-offs and filters.
     """
     shared = min(options.max_context, 2 * SPLIT_KEYS + 1)
     for most_rows in NUM_ROWS:
@@ -66,6 +66,9 @@ def _step(requests: list[tuple[int, int]], num_groups: int, num_axes: int) -> St
 
 
 def _sampled(batch: StepBatch, vocab_size: int) -> Iterator[StepBatch]:
-    for fields in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2, "top_p": 0.5}):
+    plain, cut = {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2, "top_p": 0.5}
+    # With a filter of the distribution, tokens are sampled from logits in fp64.
+    in_fp64 = {"top_n_sigma": 5.0}
+    for fields in ({}, plain, cut, plain | in_fp64, cut | in_fp64):
         records = sampling_records(len(batch.sample_rows), **fields)
         yield dataclasses.replace(batch, sampling=SamplingBatch.of(records, vocab_size))
