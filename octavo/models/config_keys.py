@@ -19,8 +19,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 ORIGIN = _names("""
-    _name_or_path architectures auto_map custom_pipelines finetuning_task language license
-    license_link model_name name_or_path pipeline_tag tags task_specific_params
+    _model_name_or_path _name_or_path architectures auto_map custom_pipelines finetuning_task
+    language license license_link model_name name_or_path pipeline_tag tags task_specific_params
     transformers.js_config transformers_version transformers_weights unsloth_fixed
     unsloth_version
 """)
