@@ -1,5 +1,5 @@
-"""Reads the tokenizer of a Hugging Face directory: tokenizer.json or tokenizer.model, special
-tokens, end ids, chat template.
+"""Reads the tokenizer of a Hugging Face directory: tokenizer.json, tokenizer.model or tekken.json,
+special tokens, end ids, chat template.
 
 `text/tokenizer.py` builds the tokenizer from it.
 """
@@ -15,7 +15,10 @@ from octavo.api.errors import UnsupportedModel, WeightMismatch
 from octavo.checkpoint.json_file import read_json_if_there
 from octavo.checkpoint.placeholder import refuse_placeholder
 from octavo.checkpoint.ports import CONTROL, UNUSED, USER_DEFINED, TokenizerSource, Vocabulary
+from octavo.checkpoint.tekken import FILE as TEKKEN_FILE
+from octavo.checkpoint.tekken import read_tekken, tekken_settings
 
+JSON_FILE = "tokenizer.json"
 BPE = 2
 """Number that stands for byte-pair encoding in the trainer's model types."""
 MODEL_TYPES = {1: "unigram", BPE: "bpe", 3: "word", 4: "char"}
@@ -43,16 +46,19 @@ SPECIAL_NAMES = (
 def tokenizer_source(
     path: Path, config: dict[str, Any], generation_config: dict[str, Any]
 ) -> TokenizerSource | None:
-    """Returns a directory's tokenizer: tokenizer.json if it exists, else tokenizer.model; None if
-    it has neither.
+    """Returns a directory's tokenizer: tokenizer.json if it exists, else tokenizer.model, else
+    tekken.json; None if it has none of them.
     """
-    file, pieces = path / "tokenizer.json", path / "tokenizer.model"
-    if not file.exists() and not pieces.exists():
+    file, pieces, ranks = (path / name for name in (JSON_FILE, "tokenizer.model", TEKKEN_FILE))
+    found = next((each for each in (file, pieces, ranks) if each.exists()), None)
+    if found is None:
         return None
-    refuse_placeholder(file if file.exists() else pieces)
+    refuse_placeholder(found)
     settings = read_json_if_there(path / "special_tokens_map.json") | read_json_if_there(
         path / "tokenizer_config.json"
     )
+    if found == ranks:
+        settings = tekken_settings() | settings
     special = {
         name: _text(settings[name], name, path)
         for name in SPECIAL_NAMES
@@ -62,8 +68,8 @@ def tokenizer_source(
     default = templates.pop("default", None) or next(iter(templates.values()), None)
     return TokenizerSource(
         origin=path,
-        json=file if file.exists() else None,
-        vocabulary=None if file.exists() else _vocabulary(pieces, config, settings),
+        json=file if found == file else None,
+        vocabulary=_read_vocabulary(found, config, settings),
         special_tokens=_further_tokens(settings) | special,
         eos_token_ids=tuple(
             dict.fromkeys(
@@ -78,6 +84,15 @@ def tokenizer_source(
         chat_template=default,
         named_templates=templates,
     )
+
+
+def _read_vocabulary(
+    file: Path, config: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Vocabulary | None:
+    """Returns the vocabulary of a tokenizer's file; None for tokenizer.json, read later."""
+    if file.name == JSON_FILE:
+        return None
+    return read_tekken(file) if file.name == TEKKEN_FILE else _vocabulary(file, config, settings)
 
 
 def _vocabulary(pieces: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> Vocabulary:

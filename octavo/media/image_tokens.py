@@ -18,8 +18,8 @@ class VideoTokens:
 
     token_id: int
     """Token of each cell."""
-    before: Callable[[float], list[int]]
-    """Returns the tokens before a group, by its time in seconds."""
+    before: Callable[[int, float], list[int]]
+    """Returns the tokens before a group, by its index and its time in seconds."""
     after: list[int]
     """Tokens after a group; []: groups follow each other, and have different positions in time."""
     positions_per_second: int | None
@@ -94,7 +94,7 @@ class ImageTokens:
         decoded = DecodedMedia([], [], list(groups), kind="video")
         for index, (view, second) in enumerate(zip(groups, seconds, strict=True)):
             tokens = self if self.row_id is not None else replace(self, token_id=video.token_id)
-            decoded.token_ids.extend(video.before(second))
+            decoded.token_ids.extend(video.before(index, second))
             tokens.add_view(decoded, view)
             decoded.token_ids.extend(video.after)
             if not video.after:

@@ -20,7 +20,7 @@ from octavo.media.image_tokens import VideoTokens
 from octavo.media.limits import ImageLimits, check_size
 from octavo.media.rules import ImageRules, PixelSize
 from octavo.media.sources import read_base64, read_source
-from octavo.media.views import area_size, resized
+from octavo.media.views import area_size, budget_size, resized
 from octavo.text.ports import VideoSource
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ FRAME_RATE = 2.0
 """Frames per second of a list of frames without a rate."""
 JPEG_FRAMES = "data:video/jpeg;base64,"
 """Begin of a URL with one base64 JPEG per frame, separated by commas (vLLM)."""
+BUDGET_FRAMES, BUDGET_TOKENS = 32, 70
+"""Defaults of Gemma 4: frames of a video, and most tokens of a frame."""
 MAX_DECODED_FRAMES = 100_000
 """Longest video file that is decoded, in frames."""
 
@@ -49,6 +51,8 @@ class VideoRules:
     max_pixels: int
     is_total: bool
     """Whether the area limits apply to all frames of a video together, instead of to each."""
+    num_frames: int | None = None
+    """Number of frames that are sampled of a longer video, evenly; None: `fps`."""
 
 
 class Frames(NamedTuple):
@@ -122,6 +126,11 @@ def video_rules(
     low = config.get("min_pixels") or size.get("shortest_edge")
     high = config.get("max_pixels") or size.get("longest_edge")
     unit = image.multiple**2
+    num_frames = None
+    if image.resize == "budget":
+        num_frames = min(int(config.get("num_frames") or BUDGET_FRAMES), max_frames)
+        high = int(config.get("max_soft_tokens") or BUDGET_TOKENS) * unit
+        high = min(high, image.max_pixels)  # the tower is sized for the largest image
     return VideoRules(
         image=image,
         fps=float(config.get("fps") or FRAME_RATE),
@@ -131,11 +140,15 @@ def video_rules(
         min_pixels=int(low or (128 * unit if is_total else image.min_pixels)),
         max_pixels=int(high or (768 * unit if is_total else image.max_pixels)),
         is_total=is_total,
+        num_frames=num_frames,
     )
 
 
 def sample_frames(total: int, fps: float, rules: VideoRules) -> list[int]:
     """Returns the indices of the frames that are read of a video of `total` frames."""
+    if rules.num_frames is not None:
+        step = total / min(rules.num_frames, total)
+        return [int(index * step) for index in range(min(rules.num_frames, total))]
     count = total / fps * rules.fps
     if rules.is_total:
         num = min(max(int(count), rules.min_frames), rules.max_frames, total)
@@ -169,7 +182,8 @@ def frame_size(num_frames: int, height: int, width: int, rules: VideoRules) -> P
     unit = rules.image.multiple
     if not rules.is_total:
         limits = replace(rules.image, min_pixels=rules.min_pixels, max_pixels=rules.max_pixels)
-        return area_size(height, width, limits)
+        find_size = budget_size if rules.image.resize == "budget" else area_size
+        return find_size(height, width, limits)
     if min(height, width) < unit:
         scale = max(unit / height, unit / width)
         height, width = int(height * scale), int(width * scale)

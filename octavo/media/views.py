@@ -60,11 +60,16 @@ def area_size(height: int, width: int, rules: ImageRules) -> PixelSize:
 
 
 def _by_budget(image: Image, rules: ImageRules) -> Views:
-    """Scales to the largest area of the same shape within the limit, and rounds both sides down, as
-    Gemma 4.
-    """
+    """Scales to the largest area of the same shape within the limit, as Gemma 4."""
     _check_ratio(image)
-    unit, height, width = rules.multiple, image.height, image.width
+    return Views([resized(image, budget_size(image.height, image.width, rules), rules)])
+
+
+def budget_size(height: int, width: int, rules: ImageRules) -> PixelSize:
+    """Returns the largest size of the same shape within the area limit, with both sides rounded
+    down to multiples.
+    """
+    unit = rules.multiple
     factor = math.sqrt(rules.max_pixels / (height * width))
     high, wide = (math.floor(factor * side / unit) * unit for side in (height, width))
     longest = rules.max_pixels // unit
@@ -72,7 +77,7 @@ def _by_budget(image: Image, rules: ImageRules) -> Views:
         high, wide = unit, min(width // height * unit, longest)
     elif wide == 0:
         high, wide = min(height // width * unit, longest), unit
-    return Views([resized(image, PixelSize(high, wide), rules)])
+    return PixelSize(high, wide)
 
 
 def _by_longest_edge(image: Image, rules: ImageRules) -> Views:

@@ -65,6 +65,10 @@ class VideoLayout:
     """Token after a group of frames."""
     positions_per_second: int | None = None
     """Positions in time per second of a video without timestamps; None: one per group."""
+    uses_clock: bool = False
+    """Whether timestamps are minutes and seconds (00:05), with frames that are sampled evenly
+    (Gemma 4), instead of seconds with tenths.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

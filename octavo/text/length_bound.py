@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
-from octavo.text.token_bytes import byte_level_table
+from octavo.utils.byte_level import byte_level_table
 
 NEVER_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 NFC_SHRINKS = 4

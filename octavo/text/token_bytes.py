@@ -15,19 +15,9 @@ from tokenizers import Tokenizer
 
 from octavo.api.errors import UnsupportedModel
 from octavo.text.pre_tokenization import SPACE
+from octavo.utils.byte_level import byte_level_table
 
 Spelling = Literal["byte_level", "sentencepiece"]
-
-
-def byte_level_table() -> dict[str, int]:
-    """Returns the byte of each character in byte-level tokens: printable Latin-1 characters
-    represent themselves, characters from U+0100 the other bytes in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
-    }
 
 
 def format_token(content: bytes) -> str:

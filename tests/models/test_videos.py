@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers.video_utils import default_sample_indices_fn
 
 from octavo.api.errors import InvalidRequest
 from octavo.frontend.images import PromptWithMedia
@@ -97,6 +98,50 @@ def test_timestamps_are_those_of_transformers():
     text = run.tokenizer.decode(placed.token_ids, skip_special_tokens=False)
     group = f"<|vision_start|>{'<|video_pad|>' * cells}<|vision_end|>"
     assert f"and <0.5 seconds>{group}<2.0 seconds>{group} What" in text
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_each_frame_is_an_image_with_its_time_for_gemma4(backend):
+    family = "gemma4:clipped"
+    run = runner(family, backend)
+    assert run.tokenizer is not None
+    text = "See <|image|> and <|video|> What?"
+    ids = run.tokenizer.encode(run.images.replaced(text), allow_special_text=True)
+    placed = run.images.placed(ids, [picture(0), VideoSource(frames()[:2], 0.04)])
+    (found,) = run.logits([placed], [[len(placed.token_ids)]])
+    image, *groups = placed.media
+    token_ids = list(placed.token_ids)
+    for item, token_id in [(image, IMAGE_ID), *((group, VIDEO_ID) for group in groups)]:
+        token_ids[item.start : item.end] = [token_id] * item.num_tokens
+    text = run.tokenizer.decode(token_ids, skip_special_tokens=False)
+    group = f"<|image>{'<|video|>' * groups[0].num_tokens}<image|>"
+    assert f"and 00:00 {group} 00:25 {group} What" in text
+    processor = processor_of(family)
+    seen, shown = (
+        processor(images=each, return_tensors="pt") for each in ([picture(0)], frames()[:2])
+    )
+    pixels, shown_pixels = (
+        (2 * (made["pixel_values"] - 0.5)).double() / 2 + 0.5 for made in (seen, shown)
+    )
+    with double_precision():
+        wanted = oracle(family)(
+            input_ids=torch.tensor([token_ids]),
+            pixel_values=pixels,
+            image_position_ids=seen["image_position_ids"],
+            pixel_values_videos=shown_pixels,
+            video_position_ids=shown["image_position_ids"],
+            num_frames_per_video=torch.tensor([2]),
+            use_cache=False,
+        ).logits[0]
+    error = np.abs(found - wanted.numpy()).max() / wanted.abs().max()
+    assert error < max(TOLERANCE[backend], 1e-6)
+
+
+@pytest.mark.parametrize("total", [1, 31, 32, 33, 999])
+def test_frames_are_sampled_evenly_as_by_transformers(total):
+    metadata = SimpleNamespace(total_num_frames=total, fps=25.0)
+    wanted = default_sample_indices_fn(metadata, num_frames=min(32, total))
+    assert sample_frames(total, 25.0, rules(num_frames=32)) == list(wanted)
 
 
 def rules(**changed: Any) -> VideoRules:

@@ -65,7 +65,7 @@ class PagedRunner:
         padding: int = 0,
         rewrite: Callable[[Program], Program] = lambda program: program,
     ) -> None:
-        """Prepares the model's Programs.
+        """Prepares the model's Programs, except those of towers.
 
         `load` gives weights in another precision than the file's; `padding` rows with slot -1 are
         put behind every step's; `rewrite` is a pass over each Program.
@@ -73,7 +73,9 @@ class PagedRunner:
         checkpoint = open_checkpoint(path)
         self.backend = backend or ReferenceBackend()
         self.programs = {
-            name: rewrite(program) for name, program in build_programs(checkpoint.config).items()
+            name: rewrite(program)
+            for name, program in build_programs(checkpoint.config).items()
+            if "rows" not in program.outputs
         }
         if load is None:
             load = WeightReader(checkpoint).load

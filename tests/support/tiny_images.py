@@ -90,7 +90,7 @@ NEXT = Seeing(
     "llava_next.image_processing_pil_llava_next.LlavaNextImageProcessorPil",
 )
 GEMMA4 = Seeing(
-    ("<|image|>", "<|image>", "<image|>"),
+    ("<|image|>", "<|image>", "<image|>", "<|video|>"),
     "<|image|>",
     {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 2},
     "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil",

@@ -62,10 +62,13 @@ def _video_reader(
         return None
     begin, end = video.begin, video.end
 
-    def before(second: float) -> list[int]:
+    def before(index: int, second: float) -> list[int]:
         if begin is None:
             return []
         text = f"<{second:.1f} seconds>"
+        if video.uses_clock:
+            minutes, seconds = divmod(int(second), 60)
+            text = f"{' ' if index else ''}{minutes:02d}:{seconds:02d} "
         return [*tokenizer.encode(text, add_special_tokens=False), begin]
 
     tokens = VideoTokens(
@@ -75,11 +78,14 @@ def _video_reader(
         positions_per_second=video.positions_per_second,
     )
     file = video_rules_file(_folder(checkpoint))
+    given = (
+        _processor_config(checkpoint).get("video_processor") if file is None else read_json(file)
+    )
     own = video_rules(
-        {} if file is None else read_json(file),
+        given or {},
         rules,
         group=layout.num_frames,
-        is_total=begin is not None,
+        is_total=begin is not None and not video.uses_clock,
         max_frames=media.max_video_frames,
     )
     own_limits = replace(
@@ -96,6 +102,8 @@ def _video_replacements(layout: ImageLayout, tokenizer: Tokenizer | None) -> dic
     if tokenizer is None or video is None or video.begin is None or video.end is None:
         return {}
     token = tokenizer.token_text(video.token_id)
+    if video.uses_clock:
+        return {token: token}
     begin, end = tokenizer.token_text(video.begin), tokenizer.token_text(video.end)
     return {f"{begin}{token}{end}": token}
 
