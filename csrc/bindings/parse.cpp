@@ -1,5 +1,6 @@
 #include "parse.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 namespace octavo {
@@ -9,7 +10,7 @@ namespace {
 KvType parse_kv_type(const std::string& name) {
     for (int i = 0; i < kNumKvTypes; i++)
         if (name == kKvTypeNames[i]) return static_cast<KvType>(i);
-    throw std::invalid_argument("KV type " + name + ": allowed are fp32, bf16, int8");
+    throw std::invalid_argument("KV type " + name + ": allowed are fp32, bf16, int8, k8v4, int4");
 }
 
 }  // namespace
@@ -47,6 +48,9 @@ TileFormat make_tile_format(const std::string& code, const std::string& scale_ty
 KvGroup make_kv_group(int layers, int heads, int k_width, int v_width, const std::string& type, int blocks) {
     const bool holds_states = type == "states";
     const KvType kept = holds_states ? KvType::fp32 : parse_kv_type(type);
+    if (value_bits(kept) == 4 && std::max(k_width, v_width) > kMaxPackedWidth)
+        throw std::invalid_argument(type + " keys and values of more than " +
+                                    std::to_string(kMaxPackedWidth) + " numbers");
     return KvGroup{layers, heads, k_width, v_width, kept, blocks, holds_states};
 }
 

@@ -15,10 +15,33 @@ constexpr int kSplitKeys = 256;  // keys per split
 //   K fp32 [D][16 tokens]          bf16 [D/2][16 tokens][2]       (D padded to even)
 //   V fp32 [16 tokens][Dv]         bf16 [16 tokens / 2][Dv][2]    (Dv padded to 16)
 // int8 has the layout of bf16 with one byte per element, followed by the bf16 scales of K [16 tokens] and V
-// [16 tokens].
-enum class KvType : int32_t { fp32, bf16, int8 };
-constexpr int kNumKvTypes = 3;
-constexpr const char* kKvTypeNames[kNumKvTypes] = {"fp32", "bf16", "int8"};
+// [16 tokens]. Codes of 4 bits (V of k8v4, both of int4; kv_codes.inl) are packed in words of 16 bits:
+//   K      [D/8][16 tokens][2], of dimensions 2 apart              (D padded to 8)
+//   V      [16 tokens / 2][Dv/64][16][2], of columns 16 apart      (Dv padded to 64)
+enum class KvType : int32_t { fp32, bf16, int8, k8v4, int4 };
+constexpr int kNumKvTypes = 5;
+constexpr const char* kKvTypeNames[kNumKvTypes] = {"fp32", "bf16", "int8", "k8v4", "int4"};
+
+constexpr int kCodesPerWord = 4;
+constexpr int kMaxPackedWidth = 1024;  // of keys and of values with packed codes
+
+constexpr int key_bits(KvType type) {
+    constexpr int bits[kNumKvTypes] = {32, 16, 8, 8, 4};
+    return bits[static_cast<int>(type)];
+}
+constexpr int value_bits(KvType type) {
+    constexpr int bits[kNumKvTypes] = {32, 16, 8, 4, 4};
+    return bits[static_cast<int>(type)];
+}
+constexpr bool has_scales(KvType type) { return type >= KvType::int8; }
+constexpr int padded_key_width(KvType type, int width) {
+    const int unit = key_bits(type) == 4 ? 2 * kCodesPerWord : 2;
+    return (width + unit - 1) / unit * unit;
+}
+constexpr int padded_value_width(KvType type, int width) {
+    const int unit = value_bits(type) == 4 ? kCodesPerWord * kTile : kTile;
+    return (width + unit - 1) / unit * unit;
+}
 
 struct KvLayer {
     uint8_t* base;  // head h of block b starts at base + h * head_stride + b * block_stride
@@ -28,9 +51,7 @@ struct KvLayer {
     int32_t num_heads, k_width, v_width, v_padded;
     bool latent = false;  // V is the first v_width elements of K and is not stored (MLA)
 
-    size_t block_end() const {
-        return scales_offset + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0);
-    }
+    size_t block_end() const { return scales_offset + (has_scales(type) ? 2 * kTile * sizeof(uint16_t) : 0); }
 };
 
 // The keys that a row attends to among those up to its limit. `window` 0: all; `window` > 0: the last
@@ -126,7 +147,7 @@ inline void prefetch_blocks(const KvLayer& kv, const BlockRange& range, size_t f
 
 // Scratch of an attention item in floats; see AttentionScratch.
 inline size_t attention_scratch_floats(int k_width, int v_padded) {
-    const size_t width = k_width + 1, state = v_padded + 2;
+    const size_t width = k_width + 2 * kCodesPerWord - 1, state = v_padded + 2;
     return kMaxLanes * (kSplitKeys + state + 1) + kSplitKeys + kTile / 2 * (state + 4 * width) +
            kMaxSets * kMaxLanes * (width + state) + 256;
 }

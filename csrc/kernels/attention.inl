@@ -20,27 +20,36 @@ namespace {
 void prefetch_rest(const LaneSet& set, int num_blocks) {
     BlockRange rest = set.next_blocks;
     const KvLayer& kv = set.args->kv;
-    if (kv.type == KvType::int8) prefetch_blocks(kv, rest, kv.scales_offset, kv.block_end());
+    if (has_scales(kv.type)) prefetch_blocks(kv, rest, kv.scales_offset, kv.block_end());
     rest.first += num_blocks;
     prefetch_blocks(kv, rest, 0, kv.scales_offset);
 }
 
 // Computes the states of all lanes for keys key0 .. key1 - 1 of one split into split_state.
-template <Way way>
+template <Way way, int k_bits = 8, int v_bits = 8>
 void attend_keys(const LaneSet& set, int key0, int key1, int split0) {
     const int block0 = key0 / kTile, block1 = (key1 + kTile - 1) / kTile;
 #ifdef __AMX_INT8__
     if (way != Way::fp32 && set.on_tiles()) {
-        tile_scores<way>(set, block0, block1, split0);
+        tile_scores<way, k_bits>(set, block0, block1, split0);
         scale_scores<way>(set, block0, block1, split0);
         soften<way>(set, key0, key1, split0);
-        return tile_values<way>(set, key0, key1, split0);
+        return tile_values<way, v_bits>(set, key0, key1, split0);
     }
 #endif
-    score_blocks<way>(set, block0, block1, split0);
+    score_blocks<way, k_bits>(set, block0, block1, split0);
     soften<way>(set, key0, key1, split0);
-    weigh_blocks<way>(set, key0, key1, split0);
+    weigh_blocks<way, v_bits>(set, key0, key1, split0);
     prefetch_rest(set, block1 - block0);
+}
+
+template <Way way>
+void attend_codes(const LaneSet& set, int key0, int key1, int split0) {
+    switch (set.args->kv.type) {
+        case KvType::k8v4: return attend_keys<way, 8, 4>(set, key0, key1, split0);
+        case KvType::int4: return attend_keys<way, 4, 4>(set, key0, key1, split0);
+        default: return attend_keys<way>(set, key0, key1, split0);
+    }
 }
 
 // Computes the states of all lanes for one split into split_state.
@@ -56,8 +65,8 @@ void attend_split(const LaneSet& set, int split) {
     switch (set.way) {
         case Way::fp32: return attend_keys<Way::fp32>(set, key0, key1, split0);
         case Way::bf16: return attend_keys<Way::bf16>(set, key0, key1, split0);
-        case Way::int16: return attend_keys<Way::int16>(set, key0, key1, split0);
-        case Way::widened: return attend_keys<Way::widened>(set, key0, key1, split0);
+        case Way::int16: return attend_codes<Way::int16>(set, key0, key1, split0);
+        case Way::widened: return attend_codes<Way::widened>(set, key0, key1, split0);
     }
 }
 
@@ -96,8 +105,12 @@ void finish_lane(const AttentionArgs& args, const Lane& lane, float* state) {
         state[1] = state[1] * keep + sunk;
         for (int d = 2; d < 2 + args.kv.v_padded; d++) state[d] *= keep;
     }
-    float* acc = state + 2;
-    for (int d = 0; d < args.kv.v_padded; d += kLanes) store(acc + d, load(acc + d) / splat(state[1]));
+    float *acc = state + 2, divisor = state[1];
+    if (value_bits(args.kv.type) == 4) {
+        rotate(acc, args.kv.v_width);
+        divisor *= static_cast<float>(rotation_size(args.kv.v_width));
+    }
+    for (int d = 0; d < args.kv.v_padded; d += kLanes) store(acc + d, load(acc + d) / splat(divisor));
     if (!args.rows || args.keeps_out)
         std::memcpy(args.out + lane.row * args.out_stride + static_cast<int64_t>(lane.head) * args.kv.v_width,
                     acc, sizeof(float) * args.kv.v_width);

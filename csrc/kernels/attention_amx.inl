@@ -1,8 +1,8 @@
-// Scores and weighted values on AMX, for K and V in bf16 or int8 with a key width that is a multiple of 32.
+// Scores and weighted values on AMX, for K and V in bf16 or codes with a key width that is a multiple of 32.
 //
 // A lane is a row of a tile, so up to 16 lanes cost as much as one. The keys of a block, [D/2][16
 // tokens][2], are B tiles as stored, and so are the values, [8 pairs of tokens][Dv][2], 16 columns at a
-// time. AMX is used for any number of lanes, since its sums have an order of their own. int8 blocks are
+// time. AMX is used for any number of lanes, since its sums have an order of their own. Blocks of codes are
 // first widened to bf16, a few at a time.
 #pragma once
 #include "../simd/amx.h"
@@ -12,12 +12,19 @@ namespace octavo {
 namespace {
 
 // Returns the keys of block b in bf16. The pointer is valid for the next three calls.
-template <Way way>
+template <Way way, int bits>
 const uint8_t* tile_keys(const LaneSet& set, int b) {
-    if (way == Way::bf16) return set.keys_at(b);
+    const uint8_t* k = set.keys_at(b);
+    if (way == Way::bf16) return k;
     uint8_t* to = set.keys + sizeof(uint16_t) * (b % 4) * kTile * set.width;
-    for (int p = 0; p < set.width / 2; p++)
-        store_i(to + 64 * p, int8_to_bf16(reinterpret_cast<const int8_t*>(set.keys_at(b)) + 32 * p));
+    if constexpr (bits == 4) {
+        for (int g = 0; g < set.width / 8; g++)
+            for (int j = 0; j < kCodesPerWord; j++)
+                store_i(to + 64 * (kCodesPerWord * g + j), code_levels<true>(load_i(k + 64 * g), j));
+    } else {
+        for (int p = 0; p < set.width / 2; p++)
+            store_i(to + 64 * p, int8_to_bf16(reinterpret_cast<const int8_t*>(k) + 32 * p));
+    }
     return to;
 }
 // Returns the values of block b as stored. The memory after the last key may hold NaN: bf16 values are
@@ -37,15 +44,22 @@ const uint8_t* values_until(const LaneSet& set, int b, int key1) {
 }
 // Returns up to 64 columns of block b's values from `column` on, in bf16 and finite after key1. Valid until
 // the next call.
-template <Way way>
+template <Way way, int bits>
 const uint8_t* tile_columns(const LaneSet& set, int b, int key1, int column) {
     const int padded = set.args->kv.v_padded, last = column + 64 < padded ? column + 64 : padded;
     const uint8_t* v = values_until<way>(set, b, key1);
     if (way == Way::bf16) return v + 4 * column;
-    for (int j = 0; j < kTile / 2; j++)
-        for (int d = column; d < last; d += kLanes)
-            store_i(set.values + 4 * (j * padded + d),
-                    int8_to_bf16(reinterpret_cast<const int8_t*>(v) + 2 * (j * padded + d)));
+    for (int j = 0; j < kTile / 2; j++) {
+        if constexpr (bits == 4) {
+            for (int c = 0; c < kCodesPerWord; c++)
+                store_i(set.values + 4 * (j * padded + column + c * kLanes),
+                        code_levels<true>(load_i(v + j * padded + column), c));
+        } else {
+            for (int d = column; d < last; d += kLanes)
+                store_i(set.values + 4 * (j * padded + d),
+                        int8_to_bf16(reinterpret_cast<const int8_t*>(v) + 2 * (j * padded + d)));
+        }
+    }
     return set.values + 4 * column;
 }
 
@@ -55,12 +69,12 @@ OCTAVO_INLINE void prefetch_tile(const uint8_t* p, int bytes) {
 
 // Computes scores [lanes][256] of blocks block0 .. block1 - 1, four blocks at a time so that the tile unit
 // has independent sums.
-template <Way way>
+template <Way way, int bits>
 void tile_scores(const LaneSet& set, int block0, int block1, int split0) {
-    constexpr int share = way == Way::widened ? 512 : 1024;  // bytes of 32 dimensions of a block
+    constexpr int share = way == Way::widened ? 64 * bits : 1024;  // bytes of 32 dimensions of a block
     const auto keys = [&](int b) { return set.keys_at(b); };
     const auto values = [&](int b) { return set.values_at(b); };
-    const auto block_keys = [&](int b) { return tile_keys<way>(set, b); };
+    const auto block_keys = [&](int b) { return tile_keys<way, bits>(set, b); };
     // Prefetches the keys of block b + 4 and the values of block b, which are about as wide as its keys.
     const auto prefetch = [&](int b, int d) {
         if (b + 4 < block1) prefetch_tile(keys(b + 4) + d / 32 * share, share);
@@ -124,7 +138,7 @@ void scale_scores(const LaneSet& set, int block0, int block1, int split0) {
 }
 
 // Computes acc = weights times V in split_state, for keys key0 .. key1 - 1.
-template <Way way>
+template <Way way, int bits>
 void tile_values(const LaneSet& set, int key0, int key1, int split0) {
     const int padded = set.args->kv.v_padded, stride = set.state_size * static_cast<int>(sizeof(float));
     configure_attention(set.count);
@@ -135,7 +149,7 @@ void tile_values(const LaneSet& set, int key0, int key1, int split0) {
         _tile_zero(2);
         _tile_zero(3);
         for (int key = key0; key < key1; key += kTile) {
-            const uint8_t* v = tile_columns<way>(set, key / kTile, key1, column);
+            const uint8_t* v = tile_columns<way, bits>(set, key / kTile, key1, column);
             _tile_loadd(5, set.weights_bf16() + key - split0, kSplitKeys * 4);
             _tile_loadd(7, v, padded * 4);
             _tile_dpbf16ps(0, 5, 7);

@@ -6,6 +6,8 @@
 //   int16    int8 codes in pairs, queries and weights as 15-bit integers: sums are exact, and equal at every
 //            level
 //   widened  int8 codes as bf16 pairs, which represent them exactly; only on AMX
+// Codes of 4 bits are replaced by their levels, which are int8, when they are loaded. Their queries are
+// rotated as the keys are, and the outputs rotated back.
 #pragma once
 #include <type_traits>
 
@@ -36,7 +38,7 @@ struct AttentionScratch {
     float* at;
 
     AttentionScratch(const KvLayer& kv, float* scratch)
-        : width((kv.k_width + 1) / 2 * 2),
+        : width(padded_key_width(kv.type, kv.k_width)),
           state_size(2 + kv.v_padded),
           at(reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64)) {}
     float* scores() const { return at; }  // [lanes][256]; 16-bit weights in the first half
@@ -121,11 +123,20 @@ struct LaneSet {
         const int limit = item->limits ? item->limits[row] : key_index + 1;
         const int last = args->mask.full() || limit > item->context_len ? item->context_len : limit;
         const int first = args->mask.first_key(key_index);
-        factors[count] = quantize_query(
-            args->q + row * args->q_stride + static_cast<int64_t>(head) * args->kv.k_width, count * width);
+        const float* query = args->q + row * args->q_stride + static_cast<int64_t>(head) * args->kv.k_width;
+        factors[count] = key_bits(args->kv.type) == 4 ? quantize_rotated_query(query, count * width)
+                                                      : quantize_query(query, count * width);
         first_key = count && first_key < first ? first_key : first;
         last_key = count && last_key > last ? last_key : last;
         lanes[count++] = Lane{row, head, first, last};
+    }
+
+    float quantize_rotated_query(const float* from, int at) {
+        float rotated[kMaxPackedWidth];
+        const int k_width = args->kv.k_width;
+        std::memcpy(rotated, from, sizeof(float) * k_width);
+        rotate(rotated, k_width);
+        return quantize_query(rotated, at) / static_cast<float>(rotation_size(k_width));
     }
 
     // Quantizes a query and returns the factor by which sums with it become scores. With int16 a NaN or an

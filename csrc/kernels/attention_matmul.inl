@@ -20,18 +20,28 @@ constexpr int kScoreLanes = 4, kValueLanes = 4, kValueVectors = 1, kScoreSums = 
 constexpr int kScoreLanes = 2, kValueLanes = 2, kValueVectors = 1, kScoreSums = 2;
 #endif
 
-// Bytes of K or V that fill a register.
-template <Way way>
-constexpr int kStep = way == Way::int16 ? 32 : 64;
+// Bytes of K or V that are loaded at once: a register of operands, or the words of four.
+template <Way way, int bits>
+constexpr int kStep = way == Way::int16 && bits == 8 ? 32 : 64;
+template <int bits>
+constexpr int kPerLoad = bits == 4 ? kCodesPerWord : 1;
 template <Way way>
 using Sums = std::conditional_t<way == Way::int16, vi, vf>;
 
-template <Way way>
+template <Way way, int bits>
 OCTAVO_INLINE vi load_numbers(const uint8_t* p) {
-    if constexpr (way == Way::int16)
+    if constexpr (way == Way::int16 && bits == 8)
         return int8_to_int16(reinterpret_cast<const int8_t*>(p));
     else
         return load_i(p);
+}
+// Returns register j of the kPerLoad registers of operands in what was loaded.
+template <int bits>
+OCTAVO_INLINE vi operands(vi loaded, int j) {
+    if constexpr (bits == 4)
+        return code_levels<false>(loaded, j);
+    else
+        return loaded;
 }
 template <Way way>
 OCTAVO_INLINE Sums<way> multiply_add(Sums<way> sum, vi numbers, vi factors) {
@@ -70,10 +80,10 @@ OCTAVO_INLINE void prefetch_bytes(const uint8_t* p, int bytes) {
 
 // Computes scores [N][256] of B neighbouring blocks; `first_block` is the first block of the split. The
 // first lanes of a set prefetch the keys of the next blocks, one line for each line that they read.
-template <int N, int B, Way way>
+template <int N, int B, Way way, int bits>
 OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int first_block, int split0) {
-    constexpr int step = kStep<way>;
-    const int steps = way == Way::fp32 ? set.width : set.width / 2;
+    constexpr int step = kStep<way, bits>, per_load = kPerLoad<bits>;
+    const int steps = (way == Way::fp32 ? set.width : set.width / 2) / per_load;
     const int query_bytes = set.width * (way == Way::fp32 ? 4 : 2);
     const uint8_t* queries = reinterpret_cast<const uint8_t*>(set.q) + lane0 * query_bytes;
     const bool prefetches = lane0 == 0 && set.next_blocks.first + block - first_block < set.next_blocks.last;
@@ -84,13 +94,18 @@ OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int fi
     }
     Sums<way> sums[N][B] = {};
     for (int i = 0; i < steps; i++) {
-        vi numbers[B];
-        for (int b = 0; b < B; b++) numbers[b] = keep_in_register(load_numbers<way>(keys[b] + i * step));
+        vi loaded[B];
+        for (int b = 0; b < B; b++) loaded[b] = keep_in_register(load_numbers<way, bits>(keys[b] + i * step));
         if (prefetches && (step == 64 || i % 2 == 0))
             for (int b = 0; b < B; b++) prefetch_bytes(ahead[b] + i * step, 1);
-        for (int n = 0; n < N; n++) {
-            const vi query = broadcast4(queries + n * query_bytes + 4 * i);
-            for (int b = 0; b < B; b++) sums[n][b] = multiply_add<way>(sums[n][b], numbers[b], query);
+#pragma GCC unroll 4
+        for (int j = 0; j < per_load; j++) {
+            vi numbers[B];
+            for (int b = 0; b < B; b++) numbers[b] = operands<bits>(loaded[b], j);
+            for (int n = 0; n < N; n++) {
+                const vi query = broadcast4(queries + n * query_bytes + 4 * (i * per_load + j));
+                for (int b = 0; b < B; b++) sums[n][b] = multiply_add<way>(sums[n][b], numbers[b], query);
+            }
         }
     }
     for (int b = 0; b < B; b++) {
@@ -105,14 +120,14 @@ OCTAVO_INLINE void block_scores(const LaneSet& set, int lane0, int block, int fi
 }
 
 // Computes q K for blocks block0 .. block1 - 1 and all lanes; with `int16`, times each key's scale.
-template <Way way>
+template <Way way, int bits>
 void score_blocks(const LaneSet& set, int block0, int block1, int split0) {
     in_parts<kScoreLanes>(set.count, [&]<int N>(int lane0) {
         constexpr int B = N > kScoreSums / 2 ? 1 : N > kScoreSums / 4 ? 2 : 4;
         int b = block0;
-        for (; b + B <= block1; b += B) block_scores<N, B, way>(set, lane0, b, block0, split0);
+        for (; b + B <= block1; b += B) block_scores<N, B, way, bits>(set, lane0, b, block0, split0);
         call_with<B - 1>(block1 - b, b, [&]<int Left>(int first) {
-            block_scores<N, Left, way>(set, lane0, first, block0, split0);
+            block_scores<N, Left, way, bits>(set, lane0, first, block0, split0);
         });
     });
 }
@@ -120,20 +135,23 @@ void score_blocks(const LaneSet& set, int block0, int block1, int split0) {
 // Computes acc [N][16 C] = weights times V for the columns from `column` on. The first lanes prefetch the
 // values of the next blocks. The memory after the last key may hold NaN: bf16, which reads whole pairs,
 // masks it. int8 may hold anything there, since its weights are 0.
-template <int N, int C, Way way>
+template <int N, int C, Way way, int bits>
 OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int key0, int key1, int split0) {
-    constexpr int step = kStep<way>, tokens_per_step = way == Way::fp32 ? 1 : 2;
+    constexpr int step = kStep<way, bits>, tokens_per_step = way == Way::fp32 ? 1 : 2;
+    constexpr int columns_per_load = kLanes * kPerLoad<bits>;
     const KvLayer& kv = set.args->kv;
-    const size_t row = static_cast<size_t>(kv.v_padded) / kLanes * step;
+    const size_t row = static_cast<size_t>(kv.v_padded) / columns_per_load * step;
+    const int first = C == kPerLoad<bits> ? 0 : column % columns_per_load / kLanes;
     Sums<way> sums[N][C] = {};
     const auto add = [&](const uint8_t* v, const uint8_t* weights, const uint8_t* ahead, bool half)
                          __attribute__((always_inline)) {
                              vi numbers[C];
                              for (int c = 0; c < C; c++) {
-                                 const vi whole = load_numbers<way>(v + c * step);
+                                 const vi loaded = load_numbers<way, bits>(v + (bits == 4 ? 0 : c) * step);
+                                 const vi whole = operands<bits>(loaded, first + c);
                                  numbers[c] = keep_in_register(half ? whole & 0xffff : whole);
                              }
-                             if (ahead) prefetch_bytes(ahead, C * step);
+                             if (ahead) prefetch_bytes(ahead, (bits == 4 ? 1 : C) * step);
                              for (int n = 0; n < N; n++) {
                                  const vi weight = broadcast4(weights + n * (kSplitKeys * sizeof(float)));
                                  for (int c = 0; c < C; c++)
@@ -142,7 +160,7 @@ OCTAVO_INLINE void weigh_columns(const LaneSet& set, int lane0, int column, int 
                          };
     for (int key = key0; key < key1; key += kTile) {
         const int tokens = key1 - key < kTile ? key1 - key : kTile;
-        const size_t at = column / kLanes * step;
+        const size_t at = column / columns_per_load * step;
         const uint8_t *v = set.values_at(key / kTile) + at,
                       *ahead = lane0 == 0 ? set.next_block_keys((key - key0) / kTile, nullptr) : nullptr;
         if (ahead) ahead += kv.v_offset + at;
@@ -193,7 +211,7 @@ OCTAVO_INLINE void weigh_latents(const LaneSet& set, int lane0, int key0, int ke
     }
 }
 
-template <Way way>
+template <Way way, int bits>
 void weigh_blocks(const LaneSet& set, int key0, int key1, int split0) {
     if constexpr (way == Way::fp32 || way == Way::bf16)
         if (set.args->kv.latent)
@@ -203,9 +221,9 @@ void weigh_blocks(const LaneSet& set, int key0, int key1, int split0) {
         const int padded = set.args->kv.v_padded;
         int column = 0;
         for (; column + kLanes * kValueVectors <= padded; column += kLanes * kValueVectors)
-            weigh_columns<N, kValueVectors, way>(set, lane0, column, key0, key1, split0);
+            weigh_columns<N, kValueVectors, way, bits>(set, lane0, column, key0, key1, split0);
         for (; column < padded; column += kLanes)
-            weigh_columns<N, 1, way>(set, lane0, column, key0, key1, split0);
+            weigh_columns<N, 1, way, bits>(set, lane0, column, key0, key1, split0);
     });
 }
 

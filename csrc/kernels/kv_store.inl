@@ -2,10 +2,9 @@
 //
 // int8: per token and head, scale = absmax / 127 rounded to bf16, code = round(x / scale), in fp32 and with
 // true divisions, so that every level and the reference store the same bytes. A row of zeros has scale 0; a
-// NaN or an infinity makes the scale NaN, so that it propagates.
+// NaN or an infinity makes the scale NaN, so that it propagates. Codes of 4 bits: kv_codes.inl.
 #pragma once
-#include "../simd/dots.h"
-#include "quantize.inl"
+#include "kv_codes.inl"
 
 namespace octavo {
 namespace {
@@ -65,14 +64,25 @@ uint16_t put_codes(const float* x, int n, const Put& put) {
     return scale;
 }
 
+uint16_t store_int8_key(uint8_t* to, int token, const float* k, int n) {
+    return put_codes(k, n, [&](int d, int8_t code) {
+        to[(d / 2 * kTile + token) * 2 + d % 2] = static_cast<uint8_t>(code);
+    });
+}
+
 void store_int8_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, uint16_t* scales, int token,
                       const float* k, const float* v) {
-    scales[token] = put_codes(k, kv.k_width, [&](int d, int8_t code) {
-        k_to[(d / 2 * kTile + token) * 2 + d % 2] = static_cast<uint8_t>(code);
-    });
+    scales[token] = store_int8_key(k_to, token, k, kv.k_width);
     uint8_t* first = v_to + static_cast<size_t>(token / 2) * 2 * kv.v_padded + token % 2;
     scales[kTile + token] =
         put_codes(v, kv.v_width, [&](int d, int8_t code) { first[2 * d] = static_cast<uint8_t>(code); });
+}
+
+void store_packed_block(const KvLayer& kv, uint8_t* k_to, uint8_t* v_to, uint16_t* scales, int token,
+                        const float* k, const float* v) {
+    scales[token] = key_bits(kv.type) == 4 ? store_packed_key(k_to, token, k, kv.k_width)
+                                           : store_int8_key(k_to, token, k, kv.k_width);
+    scales[kTile + token] = store_packed_value(v_to, token, v, kv.v_width, kv.v_padded);
 }
 
 // Prefetches the keys of a block. A token writes to every line of its block's K. In a decode step none of
@@ -96,6 +106,10 @@ void kv_store(const KvLayer& kv, int32_t slot, const float* k, const float* v) {
             case KvType::bf16: store_bf16_block(kv, k_to, v_to, token, k, v); break;
             case KvType::int8:
                 store_int8_block(kv, k_to, v_to, scales_block(kv, block, head), token, k, v);
+                break;
+            case KvType::k8v4:
+            case KvType::int4:
+                store_packed_block(kv, k_to, v_to, scales_block(kv, block, head), token, k, v);
                 break;
         }
     }

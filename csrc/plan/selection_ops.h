@@ -54,7 +54,7 @@ struct BlockMassOp : Op {
     }
     void check(const Batch& batch, const KvMemory& kv) const override {
         const KvGroup& group = kv.group(spec.group);
-        if (group.type == KvType::int8) throw std::invalid_argument("partial keys of 8 bits");
+        if (has_scales(group.type)) throw std::invalid_argument("partial keys with scales");
         if (spec.q.width != num_heads * group.k_width)
             throw std::invalid_argument("partial queries of another width than their keys");
         for (int r = 0; r < batch.num_requests; r++) {

@@ -23,19 +23,18 @@ struct KvGroup {
     bool holds_states = false;
     bool by_blocks = false;  // whether all heads of a block are adjacent, on pages of their own
 
-    int v_padded() const { return (v_width + 15) / 16 * 16; }
-    size_t element() const { return type == KvType::fp32 ? 4 : type == KvType::bf16 ? 2 : 1; }
+    int v_padded() const { return padded_value_width(type, v_width); }
     size_t v_offset() const {
         if (holds_states) return static_cast<size_t>(kStates) * k_width * sizeof(float);
-        return static_cast<size_t>((k_width + 1) / 2 * 2) * kTile * element();
+        return static_cast<size_t>(padded_key_width(type, k_width)) * kTile * key_bits(type) / 8;
     }
     size_t scales_offset() const {
         return v_offset() +
-               (holds_states ? kCountBytes : static_cast<size_t>(v_padded()) * kTile * element());
+               (holds_states ? kCountBytes : static_cast<size_t>(v_padded()) * kTile * value_bits(type) / 8);
     }
     // Bytes of a block for one head of one layer, and for one layer.
     size_t head_bytes() const {
-        return scales_offset() + (type == KvType::int8 ? 2 * kTile * sizeof(uint16_t) : 0);
+        return scales_offset() + (has_scales(type) ? 2 * kTile * sizeof(uint16_t) : 0);
     }
     size_t block_bytes() const { return num_heads * head_bytes(); }
     // Bytes of one layer's part of a block with `by_blocks`, padded to pages.

@@ -95,6 +95,11 @@ OCTAVO_INLINE vi e4m3_to_bf16(vi codes) {
     return each(half, codes);
 }
 
+// Sign-extends the low byte of each 16 bits.
+OCTAVO_INLINE vi widen_low_bytes(vi v) {
+    return each([](RegisterI x) { return lanes(_mm256_srai_epi16(_mm256_slli_epi16(raw(x), 8), 8)); }, v);
+}
+
 // -- products --
 
 #if defined(__AVXVNNI__)

@@ -188,6 +188,18 @@ class Table16 {
   private:
     __m512i all_;
 };
+// Looks up the lowest four bits of each 16 bits in sixteen numbers.
+class Numbers16 {
+  public:
+    OCTAVO_INLINE explicit Numbers16(const uint16_t (&numbers)[16])
+        : twice_(_mm512_broadcast_i64x4(load32(numbers))) {}
+    OCTAVO_INLINE vi operator()(vi indices) const {
+        return lanes(_mm512_permutexvar_epi16(raw(indices), twice_));
+    }
+
+  private:
+    __m512i twice_;  // five bits are looked up
+};
 // Looks up the lowest four bits of each lane in sixteen floats.
 class Floats16 {
   public:

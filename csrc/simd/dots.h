@@ -77,6 +77,22 @@ class CodeSum {
     vi first_ = {}, second_ = {};
 };
 
+#if !defined(__AVX512F__)
+// Looks up the lowest four bits of each 16 bits in sixteen numbers of -128 .. 127.
+class Numbers16 {
+  public:
+    OCTAVO_INLINE explicit Numbers16(const uint16_t (&numbers)[16]) {
+        for (int i = 0; i < 16; i++) bytes_[i] = static_cast<uint8_t>(numbers[i]);
+    }
+    OCTAVO_INLINE vi operator()(vi indices) const {
+        return widen_low_bytes(Table16(bytes_)(indices & 0x000f000f));
+    }
+
+  private:
+    uint8_t bytes_[16];
+};
+#endif
+
 #if !defined(__AVX512BF16__) && !(defined(OCTAVO_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 // acc[i] += w[2i] * a[2i] + w[2i+1] * a[2i+1] over pairs of bf16 in each lane.
 OCTAVO_INLINE vf dot2_bf16(vf acc, vi w, vi a) {

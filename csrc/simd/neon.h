@@ -168,6 +168,11 @@ OCTAVO_INLINE vi e4m3_to_bf16(vi codes) {
     return each(quarter, codes);
 }
 
+// Sign-extends the low byte of each 16 bits.
+OCTAVO_INLINE vi widen_low_bytes(vi v) {
+    return each([](RegisterI x) { return lanes(vshrq_n_s16(vshlq_n_s16(halves(x), 8), 8)); }, v);
+}
+
 // -- products --
 
 #if defined(__ARM_FEATURE_DOTPROD)

@@ -88,6 +88,9 @@ OCTAVO_INLINE vi e4m3_to_bf16(vi codes) {
     return load_i(halves);
 }
 
+// Sign-extends the low byte of each 16 bits.
+OCTAVO_INLINE vi widen_low_bytes(vi v) { return (((v << 24) >> 24) & 0xffff) | (((v << 8) >> 24) << 16); }
+
 // -- products --
 
 OCTAVO_INLINE vi dot4(vi acc, vi u, vi s) {

@@ -27,6 +27,7 @@
 //   interleave, load_sums      four columns at kInterleaved outputs as quads, and sums of these in output order
 //   keep_nonzero               indices and terms of the lanes with a nonzero term (by_lane.h)
 //   Table16, Floats16          lookup in sixteen bytes or floats by the low bits of each byte or lane
+//   Numbers16                  lookup in sixteen numbers of 16 bits by the low four bits of each 16 bits (dots.h)
 //
 // Kernels are compiled with -ffp-contract=off: a product is fused into a sum only by `fma`, so that the
 // arithmetic does not depend on how many rows a template computes at once.

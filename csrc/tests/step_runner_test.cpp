@@ -362,7 +362,7 @@ void test_step_runner(const KernelTable& kernels) {
     for (const Format format : {Format::bf16, Format::int8, Format::int4})
         test_format(kernels, format, KvType::bf16);
     for (const Format format : {Format::fp32, Format::int8}) test_format(kernels, format, KvType::int8);
-    for (const KvType cache : {KvType::fp32, KvType::bf16, KvType::int8})
+    for (const KvType cache : {KvType::fp32, KvType::bf16, KvType::int8, KvType::k8v4, KvType::int4})
         test_copied_blocks(kernels, cache), test_shared_prefix(kernels, cache);
     test_sampling(kernels);
     for (const int threads : {1, 3}) test_decode_batch(kernels, threads), test_greedy(kernels, threads);

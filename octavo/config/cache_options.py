@@ -29,12 +29,13 @@ class CacheOptions:
         details="Ignored if kv_cache_memory_bytes is set.",
         low=0,
     )
-    kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8", "fp8"] = option(
+    kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8", "k8v4", "int4", "fp8"] = option(
         "auto",
         "Memory and KV cache",
         "Set the precision of the KV cache",
         details="auto: the compute dtype (native: bf16 unless it is fp32). int8 and fp8 (e4m3;"
-        " torch and reference) have one scale per token and head.",
+        " torch and reference) have one scale per token and head. k8v4 (int8 keys, 4-bit values)"
+        " and int4 (native and reference) rotate vectors first.",
     )
     kv_layout: Literal["paged", "virtual"] = option(
         "paged",

@@ -51,8 +51,8 @@ class BackendOptions:
     dtype: str = "auto"
     """Compute type of plain weights: auto, float32 or bfloat16. Packed weights have their own."""
     kv_cache_dtype: str = "auto"
-    """Type of stored K and V: auto (the compute type of matmuls), fp32, bf16, int8 or fp8 (codes
-    with a scale per token and head).
+    """Type of stored K and V: auto (the compute type of matmuls), fp32, bf16, or codes with a scale
+    per token and head (int8, k8v4, int4, fp8).
     """
     shared_prefix_attention: bool = True
     """Whether requests whose block tables have a common prefix read its blocks together, if the

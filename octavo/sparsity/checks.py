@@ -83,7 +83,8 @@ def _check_importance(config: EngineConfig) -> None:
         "with sparsity_predictor": sparsity.sparsity_predictor is not None,
         "with kv_selection": sparsity.kv_selection is not None,
         "with enable_lora": config.lora.enable_lora,
-        f"with kv_cache_dtype {cache.kv_cache_dtype}": cache.kv_cache_dtype in ("int8", "fp8"),
+        f"with kv_cache_dtype {cache.kv_cache_dtype}": cache.kv_cache_dtype
+        not in ("auto", "fp32", "bf16"),
     }
     for where, is_so in against.items():
         if is_so:

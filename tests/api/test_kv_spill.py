@@ -81,7 +81,7 @@ def results(llm: LLM) -> list[Any]:
     return alone_and_together(llm, PROMPTS, PARAMS)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp32", "bf16", "int8", "k8v4"])
 def test_what_is_in_a_file_changes_no_bit(kv_cache_dtype, directory):
     options = {"kv_cache_dtype": kv_cache_dtype}
     with engine(None, **options) as llm:

@@ -141,6 +141,7 @@ def test_common_flags_work_on_every_command(path, capsys):
             ["--max-model-len", "4k", "--max-num-seqs", "3"],
         ),
         (["-ctk", "q8_0", "-ctv", "q8_0"], ["--kv-cache-dtype", "int8"] * 2),
+        (["-ctk", "q4_0", "-ctv", "q4_0"], ["--kv-cache-dtype", "int4"] * 2),
         (["--dtype", "half"], ["--dtype", "float16"]),
         (["--dtype=bfloat16"], ["--dtype", "bfloat16"]),
         (["--quantization", "awq"], []),
@@ -172,7 +173,7 @@ def test_values_are_converted(given, made):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["-ctk", "q4_0"], "-ctk: got 'q4_0': expected f32, f16, bf16, q8_0"),
+        (["-ctk", "q5_0"], "-ctk: got 'q5_0': expected f32, f16, bf16, q8_0, q4_0"),
         (["-ctk", "q8_0", "-ctv", "f16"], "-ctv: got bf16, but -ctk is int8"),
         (["-t"], "-t: got no value"),
         (["--ssl-cert-file", "x"], "(--ssl-certfile in Octavo), not supported by octavo run"),

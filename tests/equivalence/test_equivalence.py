@@ -59,6 +59,7 @@ class Setup:
 SETUPS = [
     pytest.param(Setup("reference", "llama"), id="reference-llama"),
     pytest.param(Setup("native", "llama", {"quantization": "int8"}), id="native-llama-int8"),
+    pytest.param(Setup("native", "llama", {"kv_cache_dtype": "int4"}), id="native-llama-int4-kv"),
     pytest.param(Setup("native", "gemma3_text", {"dtype": "bfloat16"}), id="native-gemma3-bf16"),
     pytest.param(Setup("torch", "llama"), id="torch-llama", marks=pytest.mark.slow),
     pytest.param(

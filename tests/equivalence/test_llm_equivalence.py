@@ -46,6 +46,8 @@ PRECISIONS: dict[str, dict[str, str]] = {
     "int4": {"quantization": "int4"},
     "as packed": {},
     "int8 KV": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "int4 KV": {"quantization": "int8", "kv_cache_dtype": "int4"},
+    "k8v4 KV": {"dtype": "bfloat16", "kv_cache_dtype": "k8v4"},
 }
 
 
@@ -115,6 +117,8 @@ SETUPS = [
         for precision in ("bf16", "int8")
     ),
     *(Setup("native", family, "int8 KV").param() for family in ("qwen3", "gemma3_text")),
+    Setup("native", "gemma3_text", "int4 KV").param(),
+    Setup("native", "qwen3", "k8v4 KV").param(),
     *(
         Setup("native", "smollm2", precision).param(pytest.mark.model, pytest.mark.slow)
         for precision in PRECISIONS

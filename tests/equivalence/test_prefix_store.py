@@ -43,6 +43,7 @@ SETUPS = [
     ),
     ("native", "qwen3", {"quantization": "int8"}),
     ("native", "qwen3", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    ("native", "gemma3_text", {"kv_cache_dtype": "int4"}),
     ("torch", "gemma3_text", {"dtype": "bfloat16"}),
     ("torch", "deepseek_v3", {"quantization": "int8", "kv_cache_dtype": "int8"}),
 ]

@@ -166,6 +166,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"quantization": "int8", "dtype": "auto"},
         {"dtype": "bfloat16"},
         {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "k8v4"},
         {"spec_method": "ngram"},
         {"kv_layout": "virtual", "enable_prefix_caching": False},
         {"threads": 4},

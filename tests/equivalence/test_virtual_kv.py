@@ -32,6 +32,7 @@ SETUPS = [
     ("reference", "llama", {}),
     ("native", "llama", {"dtype": "float32"}),
     ("native", "qwen3", {"kv_cache_dtype": "int8"}),
+    ("native", "qwen3", {"kv_cache_dtype": "k8v4"}),
     ("native", "gemma3_text", {"dtype": "bfloat16"}),
 ]
 """Backends and models; the last one has windows of 24 tokens beside full attention."""

@@ -25,7 +25,10 @@ NUM_BLOCKS = [4, 2]
 KINDS = {"reference": ReferenceBackend, "native": NativeBackend, "torch": TorchBackend}
 
 
-ON_DEMAND = ("reference-bf16", "reference-int8", "reference-fp8", "native-bf16", "native-int8")
+ON_DEMAND = (
+    *("reference-bf16", "reference-int8", "reference-int4", "reference-fp8"),
+    *("native-bf16", "native-int8", "native-k8v4", "native-int4"),
+)
 """Backends that give memory on demand; torch refuses it by name
 (`tests/equivalence/test_virtual_kv.py`)."""
 

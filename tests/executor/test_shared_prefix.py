@@ -76,7 +76,7 @@ def backend(level: str | None, kv: str, *, threads: int, share: bool) -> NativeB
 ORDER = [4, 0, 3, 7, 1, 8, 2, 6, 5]
 CASES = [
     *((name, "bf16", 3) for name in SHAPES),
-    *(("three a head", kv, threads) for kv in ("fp32", "int8") for threads in (1, 2)),
+    *(("three a head", kv, threads) for kv in ("fp32", "int8", "int4") for threads in (1, 2)),
     ("three a head", "bf16", 12),
 ]
 """Cases; twelve threads share single splits."""

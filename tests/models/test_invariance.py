@@ -109,7 +109,8 @@ def test_a_prefix_computed_by_another_request_is_as_good_as_ones_own():
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.3), ("int8", 0.3)]
+    ("kv_cache_dtype", "tolerance"),
+    [("fp32", 1e-5), ("bf16", 0.3), ("int8", 0.3), ("k8v4", 3), ("int4", 4)],
 )
 def test_kv_is_read_as_stored(kv_cache_dtype, tolerance):
     """K and V are rounded in prefill too, so chunks still equal the whole. The tolerance is of the

@@ -33,8 +33,9 @@ def test_heads_share_latents_as_one_kv_head():
     assert [op.transposed for op in heads] == [True, False] * count
 
 
-def test_a_latent_cache_of_8_bits_is_refused_by_name():
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4"])
+def test_a_latent_cache_of_codes_is_refused_by_name(dtype):
     require_native()
-    backend = NativeBackend(BackendOptions(kv_cache_dtype="int8"))
-    with pytest.raises(BackendUnavailable, match="latents as fp32 or bf16, got int8"):
+    backend = NativeBackend(BackendOptions(kv_cache_dtype=dtype))
+    with pytest.raises(BackendUnavailable, match=f"latents as fp32 or bf16, got {dtype}"):
         backend.footprint(program(), lambda weight: "F32")

@@ -95,6 +95,7 @@ CASES = [
     pytest.param({"quantization": "int4"}, 6.0, id="int4"),
     pytest.param({"dtype": "bfloat16"}, 1.0, id="bf16"),
     pytest.param({"dtype": "float32", "kv_cache_dtype": "int8"}, 0.5, id="int8 KV"),
+    pytest.param({"dtype": "float32", "kv_cache_dtype": "k8v4"}, 1.0, id="k8v4 KV"),
 ]
 
 

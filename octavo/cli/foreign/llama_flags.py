@@ -21,7 +21,7 @@ from octavo.cli.foreign.foreign_flags import (
 
 
 def _kv_dtype(text: str) -> str:
-    kinds = {"f32": "fp32", "f16": "bf16", "bf16": "bf16", "q8_0": "int8"}
+    kinds = {"f32": "fp32", "f16": "bf16", "bf16": "bf16", "q8_0": "int8", "q4_0": "int4"}
     if text not in kinds:
         raise ValueError(f"expected {', '.join(kinds)}")
     return kinds[text]

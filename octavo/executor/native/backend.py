@@ -51,18 +51,20 @@ from octavo.program.passes.optimize import optimize
 from octavo.program.program import CacheGroup, Op, Program, Weight
 from octavo.utils.extensions import get_first
 
-KV_DTYPES = ("auto", "fp32", "bf16", "int8")
+KV_DTYPES = ("auto", "fp32", "bf16", "int8", "k8v4", "int4")
+KV_CODES = ("int8", "k8v4", "int4")
+"""Stored types with a scale per token and head."""
 
 
 def make_kv_layout(group: CacheGroup, dtype: str) -> KvLayout:
-    """Returns the layout of a group stored as `dtype`: fp32, bf16 or int8.
+    """Returns the layout of a group stored as `dtype`, one of `KV_DTYPES` except auto.
 
     Convolution rows and recurrent states are always fp32. Keys and values of each kv head form a
     piece.
     """
     if group.kind in ("conv", "state"):
         dtype = "fp32"
-    elif group.kind == "full" and not group.v_width and dtype == "int8":
+    elif group.kind == "full" and not group.v_width and dtype in KV_CODES:
         dtype = "bf16"  # block summaries, by which keys are selected
     heads, *_ = shape = _get_group_shape(group, dtype)
     layer_bytes = native_module().kv_layer_bytes(*shape)
@@ -356,9 +358,10 @@ class NativeBackend(Backend):
         """Returns a Program's KV layouts; dtype auto follows the precision of its matmuls."""
         asked = self.options.kv_cache_dtype
         dtype = asked if asked != "auto" else "fp32" if computes_fp32 else "bf16"
-        if dtype == "int8" and any(group.kind == "latent" for group in program.groups):
+        if dtype in KV_CODES and any(group.kind == "latent" for group in program.groups):
             raise BackendUnavailable(
-                "kv_cache_dtype: the native backend stores MLA latents as fp32 or bf16, got int8",
+                "kv_cache_dtype: the native backend stores MLA latents as fp32 or bf16, got"
+                f" {dtype}",
                 hint="MLA latents are small compared with keys and values of all heads",
             )
         layouts: Sequence[KvLayout] = [make_kv_layout(group, dtype) for group in program.groups]

@@ -1,6 +1,6 @@
 """The reference backend's KV cache: plain arrays of all layers, rounded to the layout's dtype.
 
-Owns the rounding to int8 and fp8 codes, with which kernels are compared.
+Rounds to fp8 and int8 codes, with which kernels are compared (4 bits: `kv_codes.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.executor.kv import BLOCK_SIZE, STATES_A_BLOCK, BlockRows, HeadRows, KvLayout
+from octavo.executor.reference.kv_codes import as_int4
 from octavo.executor.reference.step import Floats, GroupArrays, as_is
 from octavo.program.program import CacheGroup
 
@@ -28,10 +29,12 @@ KV_TYPES: dict[str, np.dtype] = {
     "fp32": np.dtype(np.float32),
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "int8": np.dtype(np.float32),
+    "k8v4": np.dtype(np.float32),
+    "int4": np.dtype(np.float32),
     "fp8": np.dtype(np.float32),
 }
-"""Array dtype by name in a layout. Codes times scales are exact in fp32, so int8 and fp8 caches are
-stored dequantized."""
+"""Array dtype by name in a layout. Codes times scales are exact in fp32, also rotated back, so
+caches of codes are stored dequantized."""
 
 E4M3_MAX = np.float32(448)
 """Largest finite e4m3 value."""
@@ -72,7 +75,13 @@ def _scale(
     return x, scale.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-AS_STORED = {"int8": as_int8, "fp8": as_fp8}
+AS_STORED = {
+    "int8": (as_int8, as_int8),
+    "k8v4": (as_int8, as_int4),
+    "int4": (as_int4, as_int4),
+    "fp8": (as_fp8, as_fp8),
+}
+"""Rounding of keys and of values by name in a layout."""
 
 
 def make_kv_layout(group: CacheGroup, dtype: str = "fp64") -> KvLayout:
@@ -116,7 +125,7 @@ class ReferenceKvCache:
             for layout, count in zip(layouts, num_blocks, strict=True)
         ]
         self.groups = [
-            GroupArrays(memory.arrays[0], memory.arrays[1], AS_STORED.get(layout.dtype, as_is))
+            GroupArrays(*memory.arrays, *AS_STORED.get(layout.dtype, (as_is, as_is)))
             for memory, layout in zip(self._memory, layouts, strict=True)
         ]
 

@@ -245,12 +245,12 @@ def kv_write(op: ops.KvWrite, step: ReferenceStep) -> Made:
         for part in op.k_parts
     ]
     k = arrays.k[op.layer].reshape(-1, num_heads, arrays.k.shape[-1])
-    k[slots[stored]] = arrays.round_to_stored(np.concatenate(parts, axis=-1)[stored])
+    k[slots[stored]] = arrays.round_keys(np.concatenate(parts, axis=-1)[stored])
     written = [k]
     if op.v is not None:
         v = arrays.v[op.layer].reshape(-1, num_heads, arrays.v.shape[-1])
         written.append(v)
-        v[slots[stored]] = arrays.round_to_stored(
+        v[slots[stored]] = arrays.round_values(
             step.get(op.v).reshape(len(slots), num_heads, op.v.width // num_heads)[stored]
         )
     if step.batch.copies is not None:

@@ -45,8 +45,9 @@ class GroupArrays:
     """`[L, blocks, 16, K, k_width]`"""
     v: NDArray
     """`[L, blocks, 16, K, v_width]`"""
-    round_to_stored: Callable[[Floats], Floats] = as_is
+    round_keys: Callable[[Floats], Floats] = as_is
     """Rounds rows `[T, K, width]` to cache precision, before the cast to the arrays' dtype."""
+    round_values: Callable[[Floats], Floats] = as_is
 
 
 @dataclass(slots=True)

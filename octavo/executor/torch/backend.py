@@ -76,7 +76,8 @@ class TorchBackend(Backend):
         if options.kv_cache_dtype != "auto" and options.kv_cache_dtype not in KV_DTYPES:
             raise BackendUnavailable(
                 f"kv_cache_dtype: got {options.kv_cache_dtype}, the torch backend supports"
-                f" {', '.join(KV_DTYPES)}"
+                f" {', '.join(KV_DTYPES)}",
+                hint="use int8",
             )
         self.options = options
         self.device = torch.device(device)

@@ -1,8 +1,8 @@
 """Chooses options with which a model runs in the available memory (`octavo serve`).
 
 Options that the user has set are never changed. If the defaults fit, they are kept. Otherwise the
-first of these plans that fits is chosen, in order of what it costs: smaller steps and an int8 KV
-cache, a shorter context, weights streamed from disk. Works on headers; nothing is loaded.
+first of these plans that fits is chosen, in order of what it costs: smaller steps and a KV cache of
+fewer bits, a shorter context, weights streamed from disk. Works on headers; nothing is loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ TYPICAL_CONTEXT = 2048
 """Length of a request in tokens for choosing how many run at once."""
 
 CONTEXTS = (32768, 8192, TYPICAL_CONTEXT)
-"""Context lengths in tokens that are worth an int8 KV cache and smaller steps, longest first."""
+"""Context lengths in tokens that are worth a KV cache of fewer bits and smaller steps, longest
+first."""
 
 LEAST_CONTEXT = 64
 """Shortest context in tokens that is chosen."""
@@ -187,7 +188,7 @@ class EngineFitter:
     def _variants(self, base: ModelPlan) -> Iterator[dict[str, Any]]:
         """Yields options that reduce memory, cheapest first; without those that the user set."""
         steps = [None, *SMALL_STEPS]
-        precisions = [None, "int8"]
+        precisions = [None, "int8", "k8v4"]
         seen: list[dict[str, Any]] = []
         for precision in precisions:
             for step in steps:

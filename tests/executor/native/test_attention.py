@@ -1,10 +1,10 @@
 """Paged attention of the native backend against the reference at every level: |native - reference|
 <= 2e-5 for values of size one.
 
-K and V are compared as stored (fp32, bf16 or int8, the reference rounding alike). With a bf16 cache
-native rounds the queries to bf16 too (and so the reference gets rounded ones), and the weights of
-the values, each by at most 1 in 2^9, which is what its tolerance allows. With an int8 cache both
-become integers of 15 bits; only on the tile unit bf16.
+K and V are compared as stored (fp32, bf16 or codes, the reference rounding alike). With a bf16
+cache native rounds the queries to bf16 too (and so the reference gets rounded ones), and the
+weights of the values, each by at most 1 in 2^9, which is what its tolerance allows. With a cache of
+codes both become integers of 15 bits; only on the tile unit bf16.
 
 However its rows come (whole, in chunks, one by one, alone or with others, on one thread or several,
 in whatever blocks) a request's outputs are bitwise the same.
@@ -35,8 +35,8 @@ CONTEXTS = (1, 37, 256, 540)
 """
 
 NUM_BLOCKS = 128
-TOLERANCE = {"fp32": 2e-5, "bf16": 4e-3, "int8": 8e-3}
-"""int8: a number that lies between two codes may be rounded to one in float64 and to the other in
+TOLERANCE = {"fp32": 2e-5, "bf16": 4e-3, "int8": 8e-3, "k8v4": 2e-2, "int4": 2e-2}
+"""Codes: a number that lies between two codes may be rounded to one in float64 and to the other in
 fp32.
 """
 
@@ -257,7 +257,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", TOLERANCE)
 @pytest.mark.parametrize("name", HEADS)
 def test_heads(level, name, kv):
     check(HEADS[name], level, kv)
@@ -333,7 +333,7 @@ def whole():
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rows_in_company(level, name, kv, threads, whole):
@@ -343,7 +343,7 @@ def test_rows_in_company(level, name, kv, threads, whole):
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4"])
 @pytest.mark.parametrize("name", ["causal", "window"])
 @pytest.mark.parametrize(("size", "threads"), [(1, 2), (7, 1), (16, 2), (255, 7), (257, 2)])
 def test_rows_in_chunks(level, name, size, threads, kv, whole):
@@ -365,7 +365,7 @@ def test_full_attention_on_many_threads(level, whole):
 # -- blocks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4", "int4"])
 def test_what_earlier_requests_left_in_a_block_is_not_seen(level, kv):
     """Their keys and values may be NaN."""
     shape = Shape(contexts=(40, 40))
@@ -401,6 +401,17 @@ def test_a_copied_block_holds_the_same_keys(level, kv):
     np.testing.assert_array_equal(run.step([(0, 39, 40)])[0], wanted)
 
 
+@pytest.mark.parametrize("kv", ["k8v4", "int4"])
+def test_packed_codes_are_those_of_the_reference(level, kv):
+    """A row that sees itself alone reads its value as stored, but for the rounding of sums that are
+    rotated back.
+    """
+    shape = Shape(3, 3, 40, 96, mask="window", window=1, contexts=(40,))
+    found = Run(shape, native(level, kv)).whole()
+    stored = Run(shape, ReferenceBackend(BackendOptions(kv_cache_dtype=kv))).whole()
+    np.testing.assert_allclose(found, stored, rtol=0, atol=2e-6)
+
+
 def test_int8_stores_what_the_reference_stores(level):
     """Both store the same values of each head, as read out by a row that sees itself alone."""
     shape = Shape(3, 3, 7, 21, mask="window", window=1, contexts=(40,))
@@ -416,9 +427,9 @@ def test_int8_stores_what_the_reference_stores(level):
 def test_layouts_of_the_caches_types():
     require_native()
     group = CacheGroup("kv", "full", 3, 2, 7, 20)
-    bf16, fp32, int8 = (
+    bf16, fp32, int8, k8v4, int4 = (
         layouts_of(NativeBackend(BackendOptions(kv_cache_dtype=dtype)), (group,))[0]
-        for dtype in ("bf16", "fp32", "int8")
+        for dtype in ("bf16", "fp32", "int8", "k8v4", "int4")
     )
     assert (bf16.dtype, bf16.layer_bytes, bf16.block_bytes) == (
         "bf16",
@@ -427,6 +438,8 @@ def test_layouts_of_the_caches_types():
     )
     assert (fp32.dtype, fp32.layer_bytes) == ("fp32", 2 * bf16.layer_bytes)
     assert (int8.dtype, int8.layer_bytes) == ("int8", bf16.layer_bytes // 2 + 2 * 64)
+    assert (int4.dtype, int4.layer_bytes) == ("int4", 2 * 16 * (8 + 64) // 2 + 2 * 64)
+    assert (k8v4.dtype, k8v4.layer_bytes) == ("k8v4", 2 * 16 * (8 + 64 // 2) + 2 * 64)
 
 
 @pytest.mark.parametrize(

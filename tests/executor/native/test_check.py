@@ -182,7 +182,7 @@ def test_a_model_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
         LLM(str(tmp_path), backend="native", skip_tokenizer_init=True, report=lambda text: None)
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "fp16", "int4"])
+@pytest.mark.parametrize("dtype", ["fp8", "fp16", "int2"])
 def test_a_kv_dtype_that_kernels_lack_is_refused(dtype):
     with pytest.raises(
         BackendUnavailable, match=f"got {dtype}, the native backend supports auto, fp32, bf16, int8"
