@@ -125,8 +125,10 @@ class ReferenceKvCache:
             for layout, count in zip(layouts, num_blocks, strict=True)
         ]
         self.groups = [
-            GroupArrays(*memory.arrays, *AS_STORED.get(layout.dtype, (as_is, as_is)))
-            for memory, layout in zip(self._memory, layouts, strict=True)
+            GroupArrays(k, v, *AS_STORED.get(layout.dtype, (as_is, as_is)))
+            for (k, v), layout in zip(
+                (memory.arrays for memory in self._memory), layouts, strict=True
+            )
         ]
 
     def copy_block(self, group: int, source: int, target: int) -> None:
