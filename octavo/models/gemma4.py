@@ -42,6 +42,7 @@ def build(config: HfConfig) -> dict[str, Program]:
     tower = _Tower.read(vision, _Clips.read(config, vision)).build()
     projector = _projector(config, vision)
     vision.without_effect("pooling_kernel_size", "rope_theta", "global_head_dim")
+    vision.without_effect("default_output_length")  # the image processor's file decides
     refuse_unread_vision(vision)
     return {**decoder, "vision": tower, "projector": projector}
 

@@ -26,7 +26,7 @@ CONFIGS = json.loads(Path("tests/data/published_image_configs.json").read_text()
 PUBLISHED: dict[str, dict[str, Any]] = CONFIGS["families"]
 """Configs by family, shortened."""
 NESTED: dict[str, dict[str, Any]] = CONFIGS["nested"]
-"""Configs of models of `image_text.py` by name, shortened."""
+"""Configs of models of `image_text.py` and Gemma 4 by name, shortened."""
 GRIDS = {"gemma3": (16, 16), "qwen2_vl": (32, 32), "qwen2_5_vl": (32, 32)}
 GRIDS |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), (28, 28))
 """Rows and columns of the tokens of an image of 896 pixels a side."""
@@ -39,6 +39,7 @@ VIEWS = {
     "paligemma-3b": (16, 16),
     "llava-next-mistral": (24, 24),
     "llava-onevision-0.5b": (27, 27),
+    "gemma-4-small": (18, 18),
 }
 """Rows and columns of the tokens of a view: of the tower's side, or of 896 pixels."""
 
