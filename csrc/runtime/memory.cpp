@@ -18,7 +18,7 @@ Memory::Memory(size_t bytes, bool)
 }
 Memory::~Memory() { ::operator delete(data_, std::align_val_t(4096)); }
 #else
-Memory::Memory(size_t bytes, bool small_pages) : size_(bytes < 64 ? 64 : bytes) {
+Memory::Memory(size_t bytes, [[maybe_unused]] bool small_pages) : size_(bytes < 64 ? 64 : bytes) {
     void* p =
         mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();

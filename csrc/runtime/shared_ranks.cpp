@@ -24,8 +24,10 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free, "words shared by proce
 constexpr size_t kPage = 4096, kFirstSlot = 64 << 10;
 // Time that a rank spins before it sleeps; the same as in thread_pool.cpp.
 constexpr auto kSpin = std::chrono::microseconds(50);
+#ifdef __linux__
 // Upper bound on one sleep: a waiter that misses the wake-up of an abort continues after it.
 constexpr long kSleepNs = 50'000'000;
+#endif
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
