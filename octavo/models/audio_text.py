@@ -89,6 +89,8 @@ def _encoder(sound: HfConfig, layout: AudioLayout, *, has_norm: bool) -> Program
         num_heads=sound.size("encoder_attention_heads", 20),
     )
     shape.check()
+    sound.refuse_unless("head_dim", shape.head_dim)
+    sound.refuse_unless("num_key_value_heads", shape.num_heads)
     width = sound.size("encoder_ffn_dim", 5120)
     activation = sound.activation("activation_function", "gelu")
     b, module = Builder(AUDIO, shape.groups(AUDIO)), "audio_tower"
