@@ -44,13 +44,23 @@ def base_url(server):
 
 
 @pytest.fixture(scope="session")
-def answer(server):
-    """The greedy answer to the question, as plain HTTP gives it."""
-    body = {
-        "messages": [{"role": "user", "content": QUESTION}],
-        "temperature": 0,
-        "max_tokens": 12,
-    }
-    with server.http() as http:
-        found = http.post("/v1/chat/completions", json=body).json()
-    return found["choices"][0]["message"]["content"]
+def ask(server):
+    """Returns the greedy answer to a text, as plain HTTP gives it."""
+
+    def ask(text: str) -> str:
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "max_tokens": 12,
+        }
+        with server.http() as http:
+            found = http.post("/v1/chat/completions", json=body).json()
+        return found["choices"][0]["message"]["content"]
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def answer(ask):
+    """The greedy answer to the question."""
+    return ask(QUESTION)

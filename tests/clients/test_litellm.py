@@ -84,7 +84,9 @@ def provider(request, server):
     }
 
 
-def test_each_provider_answers_whole_and_streamed(provider, answer):
+def test_each_provider_answers_whole_and_streamed(provider, answer, ask):
+    if provider["model"].startswith("ollama/"):  # LiteLLM writes the conversation as one text
+        answer = ask(f"### User:\n{QUESTION}\n\n")
     found = litellm.completion(messages=TALK, **provider)
     assert found.choices[0].message.content == answer
     parts = litellm.completion(messages=TALK, stream=True, **provider)
