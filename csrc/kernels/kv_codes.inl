@@ -66,7 +66,7 @@ inline uint16_t encode_rotated(const float* x, int n, uint8_t* codes) {
     float rotated[kMaxPackedWidth];
     std::memcpy(rotated, x, sizeof(float) * n);
     rotate(rotated, n);
-    std::memset(codes, 0, (n + 63) / 64 * 64);
+    std::memset(codes, 0, (static_cast<unsigned>(n) + 63) / 64 * 64);
     return encode(rotated, n, codes);
 }
 

@@ -26,8 +26,8 @@ torch.set_num_threads(1)
 
 SDPA = ("falcon",)
 """Families whose eager attention adds ALiBi twice in transformers 5.23."""
-REFUSED = (StrictDataclassError, ValueError, RuntimeError, KeyError, TypeError)
-"""Errors with which transformers refuses options that do not go together."""
+REFUSED = (StrictDataclassError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
+"""Errors with which transformers refuses options that do not go together, or fails on them."""
 
 
 def accepted(family: str) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:

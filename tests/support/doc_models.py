@@ -51,7 +51,7 @@ def translator(folder: Path) -> Placeholders:
 def experts(folder: Path) -> Placeholders:
     shutil.copytree(tiny_model("qwen3_moe").path, folder / "experts")
     save_tiny_tokenizer(folder / "experts")
-    return {r"\bMODEL\b": "./experts"}
+    return {r"\bMODEL(?= --weights-memory-bytes)": "./experts"}
 
 
 def images(folder: Path) -> Placeholders:

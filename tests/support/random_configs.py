@@ -42,6 +42,7 @@ FIXED = {
     "gemma3_text": {"attn_logit_softcapping", "use_bidirectional_attention"},
     "bloom": {"apply_residual_connection_post_layernorm"},
     "mpt": {"no_bias"},
+    "nemotron_h": {"attention_bias"},  # transformers ignores it
 }
 """Options of which a family supports a single value, and rejects others by name."""
 OWN_ROPES = (
