@@ -105,7 +105,6 @@ def compile_for_h100(kernel, arguments, launch, aligned=()):
     assert made.metadata.shared <= MOST_SHARED_BYTES, (
         f"{kernel.__name__}: {made.metadata.shared} bytes of shared memory"
     )
-    print(kernel.__name__, signature, made.metadata.shared)
     return made
 
 
