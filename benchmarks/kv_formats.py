@@ -163,7 +163,9 @@ def load_network() -> LlamaForCausalLM:
         name: torch.from_numpy(checkpoint.tensor(name).dequantize().copy())
         for name in checkpoint.names()
     }
-    network.load_state_dict(weights, strict=False)
+    missing, unexpected = network.load_state_dict(weights, strict=False)
+    if set(missing) - {"lm_head.weight"} or unexpected:
+        raise ValueError(f"weights of SmolLM2: missing {missing}, unexpected {unexpected}")
     network.tie_weights()
     return network
 

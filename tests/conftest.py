@@ -119,11 +119,12 @@ def backend(request) -> str:
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A folder on a disk of 64 KiB; only root can have one."""
+def small_disk(request, tmp_path):
+    """A folder on a disk of 64 KiB, or of the size given as parameter; only root can have one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
+    size = getattr(request, "param", "64k")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no right to mount a small disk")
     yield folder

@@ -114,8 +114,8 @@ TEXT_LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
 """Values of keys that `text_config` may omit, by its own model type."""
 
 
-TOWERS = ("vision_config", "audio_config")
-"""Keys of the towers of multimodal models."""
+TOWER_CONFIGS = ("vision_config", "audio_config")
+"""Keys of the configs of towers."""
 
 NOT_OF_TEXT = {"paligemma": ("hidden_size", "vocab_size")}
 """Top-level keys that do not describe the text model, by model type."""
@@ -127,7 +127,7 @@ def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
     """
     text = config.get("text_config")
     left_out = LEFT_OUT.get(str(config.get("model_type")))
-    has_tower = any(isinstance(config.get(name), dict) for name in TOWERS)
+    has_tower = any(isinstance(config.get(name), dict) for name in TOWER_CONFIGS)
     if not isinstance(text, dict) or not (left_out or has_tower):
         return config
     own = {name: value for name, value in config.items() if value is not None}

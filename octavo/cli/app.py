@@ -17,7 +17,7 @@ import typer
 from octavo.cli.common.command import Command, Group
 from octavo.cli.common.errors import run_and_report
 from octavo.utils.extensions import CommandGroup, get_extensions
-from octavo.utils.garbage import collect_rarely
+from octavo.utils.garbage import RARE_COLLECTION
 from octavo.utils.version import __version__
 
 OWN_COMMANDS: dict[CommandGroup, tuple[str, ...]] = {
@@ -84,7 +84,7 @@ def run_command(arguments: Sequence[str]) -> int:
         arguments = [*arguments[1:], "--help"]
     elif list(arguments) == ["version"]:
         arguments = ["--version"]
-    collect_rarely()
+    RARE_COLLECTION.begin()
     _tolerate_bytes()
     is_completing = COMPLETION_VARIABLE in os.environ
     first = _completed_words()[1:2] if is_completing else arguments[:1]

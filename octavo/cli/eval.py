@@ -15,11 +15,11 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.api.errors import BackendUnavailable, ConfigError
+from octavo.api.errors import BackendUnavailable, ConfigError, WorkerFailed
+from octavo.cli.bench_serve import KEY_VARIABLE, ApiKey
 from octavo.cli.common.flags import with_engine_flags
 from octavo.cli.common.model import with_local_model
 
-KEY_VARIABLE = "OCTAVO_API_KEY"
 MAX_LENGTH = 2048
 """Context length that lm-eval plans with, in tokens, if the server does not report one."""
 
@@ -43,10 +43,6 @@ Concurrency = Annotated[int, typer.Option(help="Send N requests at once", min=1)
 Url = Annotated[
     str | None,
     typer.Option(help="Evaluate this server", show_default="a new one", metavar="URL"),
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(help="Send this API key to --url", show_default=f"${KEY_VARIABLE}", metavar="KEY"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON object")]
 
@@ -133,23 +129,26 @@ def _make_client(address: str, name: str | None, key: str | None, concurrency: i
 
     `name` is a served model; None: the server's first one.
     """
-    import httpx2
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        response = httpx2.get(f"{address}/v1/models", headers=headers).raise_for_status()
-    except httpx2.HTTPError as error:
-        raise ConfigError(
-            f"url: cannot read {address}/v1/models ({error})",
+    from octavo.utils.http_client import HttpClient, describe_error, parse_json
+
+    client = HttpClient(address, key)
+    answer = client.get("/v1/models")
+    if answer.status_code != 200:
+        raise WorkerFailed(
+            f"url: {client.url}/v1/models returned {describe_error(answer)}",
             hint="check the address, and --api-key if the server needs one",
-        ) from None
-    cards = {card["id"]: card for card in response.json()["data"]}
+        )
+    cards = {card["id"]: card for card in parse_json(answer.content)["data"]}
     card = cards.get(name) if name is not None else next(iter(cards.values()))
     if card is None:
-        raise ConfigError(f"model: got {name!r}, served are {', '.join(sorted(cards))}")
+        raise ConfigError(
+            f"model: got {name!r}, the server has {', '.join(sorted(cards))}",
+            hint="omit the model to evaluate the first one",
+        )
     return LocalCompletionsAPI(
-        base_url=f"{address}/v1/completions",
+        base_url=f"{client.url}/v1/completions",
         model=card["id"],
         tokenizer_backend="remote",
         num_concurrent=concurrency,

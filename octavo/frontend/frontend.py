@@ -130,7 +130,7 @@ class Frontend:
         "speech" if it transcribes.
         """
         speech = {"speech"} if self.transcriptions is not None else set()
-        return frozenset({*self.inputs.prompts.images.kinds, *speech})
+        return frozenset({*self.inputs.prompts.media.kinds, *speech})
 
     @property
     def pooling_jobs(self) -> PoolingJobs:

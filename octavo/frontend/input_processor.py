@@ -27,7 +27,7 @@ from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, MAX_PRIORITY, E
 from octavo.engine.protocol.step import AdapterRef, EncoderInput
 from octavo.frontend.arguments import Prompt, as_list
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.images import MediaInputs, PromptWithMedia, get_images
+from octavo.frontend.media import MediaInputs, PromptWithMedia, get_media
 from octavo.frontend.params_resolver import ParamsResolver, need_tokenizer
 from octavo.frontend.priority_function import PriorityFunction
 from octavo.frontend.prompt_inputs import PromptInputs, check_can_start, to_int_ids
@@ -103,7 +103,7 @@ class TokenizedInput:
     """Tokens that the decoder continues; same as `token_ids` without an encoder."""
     salt: str = ""
     encoder_input: EncoderInput | None = None
-    images: PromptWithMedia | None = None
+    media: PromptWithMedia | None = None
 
 
 class InputProcessor:
@@ -208,8 +208,8 @@ class InputProcessor:
             arrival_time=arrival_time,
             grammar=grammar,
             adapter=adapter,
-            media=[] if tokenized.images is None else tokenized.images.media,
-            pixels=[] if tokenized.images is None else tokenized.images.pixels,
+            media=[] if tokenized.media is None else tokenized.media.media,
+            pixels=[] if tokenized.media is None else tokenized.media.pixels,
             encoder_input=tokenized.encoder_input,
         )
         self.set_priority(first)
@@ -227,10 +227,10 @@ class InputProcessor:
         """Tokenizes a prompt and its images for a decoder-only model."""
         text, token_ids, salt = self.prompts.read_prompt(prompt)
         placed = None
-        if isinstance(prompt, Mapping) and (images := get_images(prompt)):
-            placed = self.prompts.images.placed(token_ids, images)
+        if isinstance(prompt, Mapping) and (images := get_media(prompt)):
+            placed = self.prompts.media.placed(token_ids, images)
             token_ids = placed.token_ids
-        return TokenizedInput(text, token_ids, token_ids, salt, images=placed)
+        return TokenizedInput(text, token_ids, token_ids, salt, media=placed)
 
     def _read_input(self, encoder: EncoderInputs, prompt: Prompt) -> TokenizedInput:
         """Tokenizes a prompt for an encoder-decoder model."""

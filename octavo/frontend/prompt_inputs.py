@@ -14,7 +14,7 @@ from octavo.api.sampling_options import whole_number
 from octavo.engine.protocol.prompt_limits import AdmissionDecision, AllocStatus, PromptLimits
 from octavo.frontend.arguments import Messages, Prompt, as_list, check_messages
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.images import KEY, MediaInputs, extract_images, get_images
+from octavo.frontend.media import KEY, MediaInputs, extract_media, get_media
 from octavo.frontend.params_resolver import need_tokenizer
 from octavo.text.ports import Rendering, Tokenizer
 from octavo.text.unicode import LONG_TEXT_CHARACTERS, check_unicode
@@ -38,7 +38,7 @@ class PromptInputs:
 
     tokenizer: Tokenizer | None
     limits: PromptLimits
-    images: MediaInputs
+    media: MediaInputs
     encoder: EncoderInputs | None
     """Builds encoder inputs; None for a decoder-only model."""
 
@@ -50,12 +50,12 @@ class PromptInputs:
         salt = ""
         has_images = False
         if isinstance(prompt, Mapping):
-            has_images = bool(get_images(prompt))
+            has_images = bool(get_media(prompt))
             text, prompt, salt = self._open_dict(prompt)
         if isinstance(prompt, str):
             if not may_be_long:
                 self.check_length(prompt)
-            written = self.images.replaced(prompt) if has_images else prompt
+            written = self.media.replaced(prompt) if has_images else prompt
             ids = self._encode_prompt(written, add_special_tokens=add_special_tokens)
             return prompt, ids, salt
         token_ids = as_list(prompt)
@@ -132,7 +132,7 @@ class PromptInputs:
         """Renders a conversation as a prompt of token ids."""
         tokenizer = self._check_conversation(messages, rendering)
         check = self.check_length if truncation is None else None
-        messages, sources = extract_images(messages)
+        messages, sources = extract_media(messages)
         if not sources:
             token_ids = tokenizer.apply_chat_template(messages, rendering, check=check)
             return {"prompt_token_ids": _truncate(token_ids, truncation)}
@@ -142,8 +142,8 @@ class PromptInputs:
                 hint="shorten the text",
                 param="truncate_prompt_tokens",
             )
-        images = self.images.read(sources)
-        rendering = replace(rendering, replacements=self.images.replacements)
+        images = self.media.read(sources)
+        rendering = replace(rendering, replacements=self.media.replacements)
         token_ids = tokenizer.apply_chat_template(messages, rendering, check=check)
         return {"prompt_token_ids": token_ids, KEY: {"image": images}}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.api.errors import InvalidRequest
+from octavo.text.ports import MEDIA_PLURALS
 
 MAX_SIDE = 1 << 16
 """Longest side in pixels; no supported format has more."""
@@ -28,11 +29,6 @@ class ImageLimits:
     noun: str = "image"
     """What is limited, as errors and options call it."""
 
-    @property
-    def example(self) -> str:
-        """A media type of what is limited."""
-        return {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}[self.noun]
-
     def error(self, what: str, hint: str) -> InvalidRequest:
         return InvalidRequest(f"{self.noun}: {what}", hint=hint, param=self.noun)
 
@@ -43,10 +39,10 @@ def image_error(what: str, hint: str) -> InvalidRequest:
 
 def check_count(count: int, limits: ImageLimits) -> None:
     if count > limits.max_images:
-        noun = limits.noun if limits.noun == "audio" else f"{limits.noun}s"
+        nouns = MEDIA_PLURALS[limits.noun]
         raise limits.error(
-            f"got {count} {noun}, expected at most {limits.max_images} per prompt",
-            f"send fewer {noun}, or start the engine with a larger --max-{limits.noun}s",
+            f"got {count} {nouns}, expected at most {limits.max_images} per prompt",
+            f"send fewer {nouns}, or start the engine with a larger --max-{limits.noun}s",
         )
 
 

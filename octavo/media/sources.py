@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.media.limits import ImageLimits, check_bytes
+from octavo.text.ports import MEDIA_TYPES
 
 if TYPE_CHECKING:
     import httpx2
@@ -48,8 +49,9 @@ def read_base64(text: str, limits: ImageLimits) -> bytes:
 def read_file(name: str, limits: ImageLimits) -> bytes:
     """Reads a file of the allowed folder, given by relative path or `file:` URL."""
     if limits.folder is None:
+        kind = MEDIA_TYPES[limits.noun]
         raise limits.error(
-            f"got {name[:80]!r}, expected data URLs such as data:{limits.example};base64,...",
+            f"got {name[:80]!r}, expected data URLs such as data:{kind};base64,...",
             "start the engine with --media-dir to allow files of a directory",
         )
     folder = limits.folder.resolve()
@@ -91,7 +93,7 @@ def _from_data_url(url: str, limits: ImageLimits) -> bytes:
     if head is None or not head["base64"]:
         raise limits.error(
             f"got the data URL {url[:40]!r}, which is not a valid data URL",
-            f"write it as data:{limits.example};base64,...",
+            f"write it as data:{MEDIA_TYPES[limits.noun]};base64,...",
         )
     return read_base64(url[head.end() :], limits)
 

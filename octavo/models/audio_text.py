@@ -116,10 +116,8 @@ def _append_mean(b: Builder, config: HfConfig) -> Value:
 
 def _append_two_layers(b: Builder, config: HfConfig) -> Value:
     """Appends Voxtral's projector: two linear layers over the rows of a token side by side."""
-    width, hidden_size = (
-        audio_config(config).size("intermediate_size", 5120),
-        config.size("hidden_size"),
-    )
+    width = audio_config(config).size("intermediate_size", 5120)
+    hidden_size = config.size("hidden_size")
     inner = b.linear(b.input_rows(width), f"{PROJECTOR}.linear_1", hidden_size)
     active = b.act(inner, config.activation("projector_hidden_act", "gelu"))
     return b.linear(active, f"{PROJECTOR}.linear_2", hidden_size)

@@ -248,6 +248,11 @@ class Tokenizer(Protocol):
 
 MediaKind = Literal["image", "video", "audio"]
 
+MEDIA_TYPES: Mapping[str, str] = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
+"""A media type of each kind, for error messages."""
+
+MEDIA_PLURALS: Mapping[str, str] = {"image": "images", "video": "videos", "audio": "audio"}
+
 
 @dataclass(frozen=True, slots=True)
 class DecodedMedia:

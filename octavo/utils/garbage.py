@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from functools import partial
 
 COLLECT_AFTER = 200_000
 """Garbage collection threshold in new objects, instead of Python's 700.
@@ -14,9 +12,25 @@ sixteenth of the time to the first token. Steps of 256 requests reach the defaul
 """
 
 
-def collect_rarely() -> Callable[[], None]:
-    """Raises the threshold, unless collection is disabled; returns a function that restores it."""
-    first, *others = gc.get_threshold()
-    if first:
-        gc.set_threshold(max(first, COLLECT_AFTER), *others)
-    return partial(gc.set_threshold, first, *others)
+class RareCollection:
+    """Raises the threshold while anyone needs it, unless collection is disabled."""
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._before = gc.get_threshold()
+
+    def begin(self) -> None:
+        if self._num_users == 0:
+            self._before = first, *others = gc.get_threshold()
+            if first:
+                gc.set_threshold(max(first, COLLECT_AFTER), *others)
+        self._num_users += 1
+
+    def end(self) -> None:
+        """Ends one `begin`; the last one restores the threshold."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            gc.set_threshold(*self._before)
+
+
+RARE_COLLECTION = RareCollection()

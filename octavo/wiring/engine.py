@@ -131,7 +131,6 @@ def build_in_process(config: EngineConfig, report: Report) -> Frontend:
         _close(publishers)
         raise
     frontend.publishers = publishers
-    gc.collect(1)  # frozen garbage would keep the model's file mapped
     gc.freeze()  # a full collection would visit the model between two steps (0.2 s)
     return frontend
 

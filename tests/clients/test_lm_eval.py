@@ -60,7 +60,7 @@ def test_octavo_eval_scores_a_running_server(server, tmp_path, capsys):
     assert run_command([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["capitals"]["acc,none"] == 1.0
     assert run_command([*arguments, "no-such-model"]) == 2
-    assert "served are smollm2" in capsys.readouterr().err
+    assert "the server has smollm2" in capsys.readouterr().err
     assert run_command([*arguments, "--threads=2"]) == 2
     assert "threads: got an engine option" in capsys.readouterr().err
     assert run_command(["eval", "--tasks=no-such-task"]) == 2

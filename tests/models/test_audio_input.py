@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
 from transformers.models.whisper import feature_extraction_whisper
 
-from octavo.frontend.images import PromptWithMedia
+from octavo.frontend.media import PromptWithMedia
 from octavo.text.ports import AudioSource
 from tests.models.test_images import SeeingRunner
 from tests.support.tiny_audio import PLACES, hearing_model, sound

@@ -20,7 +20,7 @@ from octavo.api.sampling_params import SamplingParams
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.step import NewRequest, ScheduledRequest, StepPlan
 from octavo.executor.kv import BLOCK_SIZE
-from octavo.frontend.images import MediaInputs, PromptWithMedia
+from octavo.frontend.media import MediaInputs, PromptWithMedia
 from octavo.program.ops import num_position_axes
 from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.media.build import make_media_reader

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers.video_utils import default_sample_indices_fn
 
 from octavo.api.errors import InvalidRequest
-from octavo.frontend.images import PromptWithMedia
+from octavo.frontend.media import PromptWithMedia
 from octavo.media.limits import ImageLimits
 from octavo.media.rules import image_rules
 from octavo.media.video import VideoRules, decode_video, frame_size, sample_frames

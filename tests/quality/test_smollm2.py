@@ -30,34 +30,9 @@ PROMPTS = ["The capital of France is", "Once upon a time", "def fibonacci(n):\n"
 @pytest.fixture(scope="module")
 def oracle() -> torch.nn.Module:
     """Loads transformers' Llama with the GGUF's weights, dequantised, in fp32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from benchmarks.kv_formats import load_network
 
-    checkpoint = open_checkpoint(resolve("smollm2"))
-    keep = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
-    sizes = {name: checkpoint.config[name] for name in keep}
-    config = LlamaConfig(
-        **sizes,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=100000.0,
-        tie_word_embeddings=True,
-    )
-    network = LlamaForCausalLM(config).eval()
-    weights = {
-        name: torch.from_numpy(checkpoint.tensor(name).dequantize().copy())
-        for name in checkpoint.names()
-    }
-    missing, unexpected = network.load_state_dict(weights, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected
-    network.tie_weights()
-    return network
+    return load_network()
 
 
 @pytest.mark.slow

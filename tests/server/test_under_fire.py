@@ -8,7 +8,6 @@ import contextlib
 import os
 import random
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,21 +182,8 @@ def test_a_clock_that_jumps_changes_no_answer_whatever_breaks(seed, tmp_path, mo
         assert "refused" not in traffic.ends
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB, which only root can mount."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=False
-    )
-    if mounted.returncode:
-        pytest.skip("needs root, to mount a small file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 @pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("small_disk", ["1m"], indirect=True)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_full_disk_refuses_what_is_to_be_stored_alone_whatever_breaks(seed, small_disk):
     state = f"--state-dir={small_disk}"

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from octavo.utils.garbage import COLLECT_AFTER, collect_rarely
+from octavo.utils.garbage import COLLECT_AFTER, RareCollection
 
 
 @pytest.fixture
@@ -21,7 +21,11 @@ def thresholds():
 )
 def test_the_threshold_is_raised_and_restored(thresholds, before, raised):
     gc.set_threshold(before, 11, 12)
-    restore = collect_rarely()
+    rare = RareCollection()
+    rare.begin()
+    rare.begin()
     assert gc.get_threshold() == (raised, 11, 12)
-    restore()
+    rare.end()
+    assert gc.get_threshold() == (raised, 11, 12)
+    rare.end()
     assert gc.get_threshold() == (before, 11, 12)

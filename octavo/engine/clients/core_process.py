@@ -43,7 +43,7 @@ from octavo.engine.clients.messages import (
 from octavo.engine.core import EngineCore
 from octavo.engine.protocol.ports import Losable, SharedStepExecutor
 from octavo.utils.child_process import ChildFailed, bind_to_parent
-from octavo.utils.garbage import collect_rarely
+from octavo.utils.garbage import RARE_COLLECTION
 
 BuildCore: TypeAlias = Callable[..., tuple[EngineCore, EngineInfo]]
 """Builds an engine core from options by name, a Report and, if the engine shares its experts with
@@ -106,7 +106,7 @@ class CoreLoop:
 
     def run(self) -> None:
         """Builds the core and runs it until the frontend closes it."""
-        collect_rarely()
+        RARE_COLLECTION.begin()
         setup = msgspec.msgpack.decode(self._commands.recv(), type=CoreSetup)
         self.send(Connected())
         module, _, function = setup.build.partition(":")

@@ -23,7 +23,7 @@ from octavo.engine.clients.client import (
 from octavo.engine.core import EngineCore
 from octavo.engine.protocol.outputs import CoreOutputs
 from octavo.engine.protocol.requests import EngineRequest, Query, QueryAnswer, RequestChange
-from octavo.utils.garbage import collect_rarely
+from octavo.utils.garbage import RARE_COLLECTION
 
 
 class InProcessClient:
@@ -43,7 +43,7 @@ class InProcessClient:
         self._lock = threading.Lock()
         """Held while the core works, since a query may come from another thread."""
         self._closed = False
-        self._collect_as_before = collect_rarely()
+        RARE_COLLECTION.begin()
 
     def add(self, requests: list[EngineRequest]) -> None:
         self._send(AddRequests(requests))
@@ -89,7 +89,7 @@ class InProcessClient:
                 self._closed = True
                 self.core.close()
                 gc.unfreeze()  # see build_in_process
-                self._collect_as_before()
+                RARE_COLLECTION.end()
         self._arrival.set()
 
     def _send(self, command: Command) -> None:

@@ -70,7 +70,8 @@ class Lowering:
         }
         of_records = None if records is None else records.lowering(context)
         self._experts = ExpertLowering(context)
-        self._parts = (self, RowLowering(context), self._experts, of_records)
+        # Without itself, so that the weights' files are closed when it is dropped.
+        self._other_parts = (RowLowering(context), self._experts, of_records)
         self._converted: set[Value] = set()
         """Values whose producer writes them in the form that their only reader, a matmul,
         expects.
@@ -95,7 +96,7 @@ class Lowering:
 
     def _get_lowering(self, op: Op) -> Callable[[Any], None]:
         name = f"lower_{op.kind}"
-        part = next(part for part in self._parts if hasattr(part, name))
+        part = next(part for part in (self, *self._other_parts) if hasattr(part, name))
         method: Callable[[Any], None] = getattr(part, name)
         return method
 

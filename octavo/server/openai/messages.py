@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.api.errors import InvalidRequest
-from octavo.frontend.images import input_audio_url
+from octavo.frontend.media import input_audio_url
 from octavo.server.ignored import IgnoredFields
 from octavo.server.images import (
     Content,

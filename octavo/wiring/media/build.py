@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from octavo.api.errors import ConfigError
 from octavo.checkpoint.dummy import DummyWeights
@@ -97,15 +96,18 @@ def load_towers(
     make_backend: Callable[[BackendOptions], Backend],
 ) -> Towers | None:
     """Loads the towers, each with its own backend; None if the model has none."""
+    parts = {
+        kind: _prepare(
+            config, checkpoint, programs, make_backend(_tower_options(options, num_rows))
+        )
+        for kind, (num_rows, programs) in _towers(config, checkpoint).items()
+    }
+    seen, heard = image_layout(checkpoint.config), audio_layout(checkpoint.config)
     towers: dict[str, Tower] = {}
-    for kind, (num_rows, programs) in _towers(config, checkpoint).items():
-        backend = make_backend(_tower_options(options, num_rows))
-        parts = _prepare(config, checkpoint, programs, backend)
-        seen, heard = image_layout(checkpoint.config), audio_layout(checkpoint.config)
-        if kind == "image" and seen is not None:
-            towers[kind] = make_image_tower(config, checkpoint, seen, parts)
-        elif heard is not None:
-            towers[kind] = AudioTower(heard, parts)
+    if "image" in parts and seen is not None:
+        towers["image"] = make_image_tower(config, checkpoint, seen, parts["image"])
+    if "audio" in parts and heard is not None:
+        towers["audio"] = AudioTower(heard, parts["audio"])
     return Towers(towers) if towers else None
 
 
@@ -134,23 +136,20 @@ def tower_programs(checkpoint: ModelHeader) -> list[Program]:
     has_images = image_layout(checkpoint.config) is not None
     if not has_images and audio_layout(checkpoint.config) is None:
         return []
-    programs = build_programs(checkpoint.config)
-    return [programs[name] for name in (*IMAGE_PROGRAMS, *AUDIO_TOWER) if name in programs]
+    return _pick(build_programs(checkpoint.config), (*IMAGE_PROGRAMS, *AUDIO_TOWER))
 
 
 def _towers(config: EngineConfig, checkpoint: ModelHeader) -> dict[str, tuple[int, list[Program]]]:
     """Returns the most rows and the Programs of each tower by kind of media."""
-    kinds = get_media_kinds(config, checkpoint)
-    if not kinds:
+    if not get_media_kinds(config, checkpoint):
         return {}
     programs = build_programs(checkpoint.config)
-    pick = partial(_pick, programs)
     towers = {}
     seen, heard = image_layout(checkpoint.config), audio_layout(checkpoint.config)
     if seen is not None:
-        towers["image"] = (count_patches(config, checkpoint, seen), pick(IMAGE_PROGRAMS))
+        towers["image"] = (count_patches(config, checkpoint, seen), _pick(programs, IMAGE_PROGRAMS))
     if heard is not None:
-        towers["audio"] = (heard.window_rows, pick(AUDIO_TOWER))
+        towers["audio"] = (heard.window_rows, _pick(programs, AUDIO_TOWER))
     return towers
 
 

@@ -16,16 +16,23 @@ from msgspec.structs import replace
 from octavo.api.errors import InvalidRequest, shown
 from octavo.engine.protocol.step import MediaContent, MediaItem
 from octavo.frontend.arguments import Messages
-from octavo.text.ports import AudioSource, DecodedMedia, MediaReader, PrefixPrompt, VideoSource
+from octavo.text.ports import (
+    MEDIA_PLURALS,
+    MEDIA_TYPES,
+    AudioSource,
+    DecodedMedia,
+    MediaReader,
+    PrefixPrompt,
+    VideoSource,
+)
 
 KEY = "multi_modal_data"
 """Key of a prompt's dict under which its media are given, as {"image": ...}."""
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 
-EXAMPLES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 NAMES = {"image": "an image", "video": "a video", "audio": "audio"}
-"""Media types and names of the kinds of media, for errors."""
+"""Names of the kinds of media, for error messages."""
 
 
 class PromptWithMedia(NamedTuple):
@@ -38,7 +45,7 @@ class PromptWithMedia(NamedTuple):
     pixels: list[MediaContent]
 
 
-def get_images(prompt: object) -> list[Any]:
+def get_media(prompt: object) -> list[Any]:
     if not isinstance(prompt, Mapping) or prompt.get(KEY) is None:
         return []
     media = prompt[KEY]
@@ -74,7 +81,7 @@ def _video(source: Any) -> Any:
     return VideoSource(source, fps)
 
 
-def extract_images(messages: Messages) -> tuple[Messages, list[Any]]:
+def extract_media(messages: Messages) -> tuple[Messages, list[Any]]:
     """Returns the messages with media replaced by {"type": "image"}, "video" or "audio", as chat
     templates expect, and the list of media.
     """
@@ -137,7 +144,7 @@ def _source(part: Mapping[str, Any], noun: str, where: str) -> Any:
         raise InvalidRequest(
             f"{where}: got {NAMES[noun]} part without {NAMES[noun]}, expected a data URL",
             hint=f"write it as {{'type': '{noun}_url', '{noun}_url': {{'url':"
-            f" 'data:{EXAMPLES[noun]};base64,...'}}}}",
+            f" 'data:{MEDIA_TYPES[noun]};base64,...'}}}}",
             param=where,
         )
     return source
@@ -237,9 +244,8 @@ class MediaInputs:
         count = sum(token == token_id for token in token_ids)
         if count != num_given:
             words = " or ".join(map(repr, self.replacements)) or f"the token {token_id}"
-            nouns = noun if noun == "audio" else f"{noun}s"
             raise InvalidRequest(
-                f"prompt: has placeholders for {count} {nouns}, got {num_given}",
+                f"prompt: has placeholders for {count} {MEDIA_PLURALS[noun]}, got {num_given}",
                 hint=f"insert {words} once per {noun}, or send messages with {noun}_url parts",
                 param="prompt",
             )
