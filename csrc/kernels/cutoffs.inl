@@ -2,14 +2,16 @@
 // row.
 #pragma once
 #include <algorithm>
-#include <cfloat>
 #include <cstring>
+#include <limits>
 
 #include "../simd/simd.h"
 #include "table.h"
 
 namespace octavo {
 namespace {
+
+constexpr float kLargestFloat = std::numeric_limits<float>::max();
 
 struct Candidate {
     float logit;
@@ -65,7 +67,7 @@ struct Row {
     double distance(float logit) const { return (static_cast<double>(logit) - z[best]) / record.temperature; }
     double weight(float logit) const { return std::exp(distance(logit)); }
     OCTAVO_INLINE vf weights(vf logits) const {
-        return exp((logits - splat(z[best])) * std::min(1.0f / record.temperature, FLT_MAX));
+        return exp((logits - splat(z[best])) * std::min(1.0f / record.temperature, kLargestFloat));
     }
     // Returns logits from .. from + 15, -inf past the end.
     OCTAVO_INLINE vf logits(int from) const {
@@ -79,7 +81,7 @@ struct Row {
 
 // Returns a float below x, for lower bounds.
 inline float rounded_down(double x) {
-    return std::nextafter(static_cast<float>(std::max(x, -static_cast<double>(FLT_MAX))), -INFINITY);
+    return std::nextafter(static_cast<float>(std::max(x, -static_cast<double>(kLargestFloat))), -INFINITY);
 }
 
 // Returns the sum of all weights >= min_p.
@@ -100,7 +102,8 @@ struct Ranges {
     float best, per_logit;
 
     Ranges(float best, float threshold)
-        : best(best), per_logit(std::min(kCount / std::min(best - threshold, FLT_MAX), FLT_MAX)) {}
+        : best(best),
+          per_logit(std::min(kCount / std::min(best - threshold, kLargestFloat), kLargestFloat)) {}
 
     // Returns bucket numbers; the bucket is the integer part.
     OCTAVO_INLINE vf of(vf logits) const {
@@ -190,7 +193,7 @@ Candidate last_of_top_p(const Row& row, Candidate* space) {
 Candidate last_kept(const Row& row, Candidate* space) {
     const SamplingRecord& record = row.record;
     const bool has_top_k = record.top_k > 0 && record.top_k < row.vocab, has_top_p = record.top_p < 1;
-    if (!has_top_k && !has_top_p) return Candidate{-FLT_MAX, row.vocab};
+    if (!has_top_k && !has_top_p) return Candidate{-kLargestFloat, row.vocab};
     if (!has_top_k) return last_of_top_p(row, space);
     const int count = best_tokens(row, space);
     if (!has_top_p) return *std::max_element(space, space + count, better);

@@ -3,7 +3,6 @@
 // do not run this code.
 #pragma once
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 
 #include "cutoffs.inl"

@@ -4,7 +4,6 @@
 // are those of the raw logits.
 #pragma once
 #include <algorithm>
-#include <cfloat>
 
 #include "../simd/simd.h"
 #include "cutoff_proof.inl"
@@ -104,8 +103,8 @@ class GumbelTopK {
           last_(last),
           wanted_(wanted),
           largest_(row.z[row.best]),
-          slope_(static_cast<float>(
-              std::min(kOctave / (row.record.temperature * std::log(2.0)), static_cast<double>(FLT_MAX)))) {
+          slope_(static_cast<float>(std::min(kOctave / (row.record.temperature * std::log(2.0)),
+                                             static_cast<double>(kLargestFloat)))) {
         insert(row.best, gumbel(noise_word(row.record, row.best)));
     }
 
@@ -152,7 +151,7 @@ class GumbelTopK {
     }
 
     void update_bounds() {
-        limit_ = FLT_MAX;
+        limit_ = kLargestFloat;
         min_logit_ = last_.logit;
         if (count_ < wanted_) return;
         const double score = scores_[count_ - 1];

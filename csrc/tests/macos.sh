@@ -8,7 +8,7 @@ python=${PYTHON:-.venv-wheel/bin/python}
 read -ra zig <<< "${ZIG:-$python -I -m ziglang}"
 out=build/macos
 mkdir -p "$out"
-compile=("${zig[@]}" c++ -target aarch64-macos.13.0 -std=gnu++20 -O1 -include algorithm -include cfloat -fPIC
+compile=("${zig[@]}" c++ -target aarch64-macos.13.0 -std=gnu++20 -O1 -include algorithm -fPIC
   -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-psabi -Wno-missing-field-initializers)
 
 echo "== core and native tests"
