@@ -104,6 +104,11 @@ def _check_ranks(config: EngineConfig) -> None:
             "numa_bind_nodes: requires the native backend, got 'torch'",
             hint="set backend to native, or start the server with numactl",
         )
+    if config.model.enable_prompt_embeds and config.backend.num_ranks > 1:
+        raise ConfigError(
+            f"enable_prompt_embeds: requires one rank, got {config.backend.num_ranks}",
+            hint=f"remove enable_prompt_embeds, or set {option} to 1",
+        )
     if config.backend.pipeline_parallel_size > 1:
         _check_stages(config)
     if num_ranks == 1:

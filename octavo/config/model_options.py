@@ -43,6 +43,13 @@ class ModelOptions:
     skip_tokenizer_init: bool = option(
         False, "Model", "Load no tokenizer", details="Prompts must be token ids."
     )
+    enable_prompt_embeds: bool = option(
+        False,
+        "Model",
+        "Accept embeddings as prompts (`prompt_embeds`)",
+        details="For decoders of text in one process. Clients who may send embeddings can make the"
+        " model read what no token spells.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "Model",
@@ -115,6 +122,15 @@ class ModelOptions:
         " logit of the second token minus the logit of the first. The default is read from"
         " modules.json.",
         metavar="NO,YES",
+    )
+    convert: Literal["embed", "token_embed"] | None = option(
+        None,
+        "Model",
+        "Serve a decoder as an embedding model",
+        details="embed: the normalized hidden state of the last token; token_embed: the hidden"
+        " state of each token after the last norm, at `/pooling`. The default is read from the"
+        " checkpoint.",
+        derived="none",
     )
     generation_config: str = option(
         "auto",

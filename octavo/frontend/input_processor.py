@@ -27,12 +27,12 @@ from octavo.engine.protocol.requests import BACKGROUND_PRIORITY, MAX_PRIORITY, E
 from octavo.engine.protocol.step import AdapterRef, EncoderInput
 from octavo.frontend.arguments import Prompt, as_list
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.media import MediaInputs, PromptWithMedia, get_media
+from octavo.frontend.media import MediaInputs, PromptWithMedia
 from octavo.frontend.params_resolver import ParamsResolver, need_tokenizer
 from octavo.frontend.priority_function import PriorityFunction
 from octavo.frontend.prompt_inputs import PromptInputs, check_can_start, to_int_ids
 from octavo.text.grammar.lazy import LazyGrammars
-from octavo.text.ports import MediaReader, Tokenizer
+from octavo.text.ports import EmbedsReader, MediaReader, Tokenizer
 from octavo.text.unicode import check_unicode
 
 DECODER_KEYS = ("decoder_prompt", "decoder_prompt_token_ids")
@@ -120,6 +120,7 @@ class InputProcessor:
         priority_function: PriorityFunction | None = None,
         grammars: LazyGrammars | None = None,
         images: MediaReader | None = None,
+        embeds: EmbedsReader | None = None,
         encoder: EncoderInputs | None = None,
         banned_token_ids: Iterable[int] = (),
     ) -> None:
@@ -127,7 +128,7 @@ class InputProcessor:
         config excludes from sampling.
         """
         self.limits = limits
-        self.prompts = PromptInputs(tokenizer, limits.prompts, MediaInputs(images), encoder)
+        self.prompts = PromptInputs(tokenizer, limits.prompts, MediaInputs(images, embeds), encoder)
         """Converts texts, ids and conversations to token ids."""
         self.encoder = encoder
         self.tokenizer = tokenizer
@@ -164,6 +165,7 @@ class InputProcessor:
         """Validates a request and tokenizes its prompt."""
         if self.encoder is None:
             read = self._read_text(prompt)
+            _check_embeds(read, params)
         else:
             read = self._read_input(self.encoder, prompt)
         return self.process_inputs(request_id, read, params, origin, adapter=adapter)
@@ -226,9 +228,8 @@ class InputProcessor:
     def _read_text(self, prompt: Prompt) -> TokenizedInput:
         """Tokenizes a prompt and its images for a decoder-only model."""
         text, token_ids, salt = self.prompts.read_prompt(prompt)
-        placed = None
-        if isinstance(prompt, Mapping) and (images := get_media(prompt)):
-            placed = self.prompts.media.placed(token_ids, images)
+        placed = self.prompts.read_media(prompt, token_ids)
+        if placed is not None:
             token_ids = placed.token_ids
         return TokenizedInput(text, token_ids, token_ids, salt, media=placed)
 
@@ -364,6 +365,18 @@ class InputProcessor:
         number = next(self._seed_numbers)
         digest = blake2b(f"{self._seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
+
+
+def _check_embeds(read: TokenizedInput, params: SamplingParams) -> None:
+    """Raises InvalidRequest for logprobs of a prompt of embeddings, which has no tokens."""
+    pixels = [] if read.media is None else read.media.pixels
+    if params.prompt_logprobs is not None and any(each.kind == "embeds" for each in pixels):
+        raise InvalidRequest(
+            f"prompt_logprobs: got {params.prompt_logprobs} with prompt_embeds, which have"
+            " no token ids",
+            hint="remove prompt_logprobs",
+            param="prompt_logprobs",
+        )
 
 
 def _check_encoder_params(params: SamplingParams) -> None:

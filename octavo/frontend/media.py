@@ -21,6 +21,7 @@ from octavo.text.ports import (
     MEDIA_TYPES,
     AudioSource,
     DecodedMedia,
+    EmbedsReader,
     MediaReader,
     PrefixPrompt,
     VideoSource,
@@ -28,6 +29,9 @@ from octavo.text.ports import (
 
 KEY = "multi_modal_data"
 """Key of a prompt's dict under which its media are given, as {"image": ...}."""
+
+EMBEDS = "prompt_embeds"
+"""Key under which a prompt's embeddings are given."""
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 
@@ -171,8 +175,21 @@ def input_audio_url(audio: object, where: str) -> str:
 class MediaInputs:
     """Reads the images, videos and audio of prompts if the model accepts them."""
 
-    def __init__(self, reader: MediaReader | None) -> None:
+    def __init__(self, reader: MediaReader | None, embeds: EmbedsReader | None = None) -> None:
         self._reader = reader
+        self._embeds = embeds
+
+    def read_embeds(self, source: object) -> DecodedMedia:
+        """Reads a prompt's embeddings; raises InvalidRequest if the engine does not accept any."""
+        if isinstance(source, DecodedMedia):
+            return source
+        if self._embeds is None:
+            raise InvalidRequest(
+                f"{EMBEDS}: got embeddings, but the engine accepts token ids and text only",
+                hint="start the engine with --enable-prompt-embeds",
+                param=EMBEDS,
+            )
+        return self._embeds.read(source)
 
     @property
     def kinds(self) -> Set[str]:

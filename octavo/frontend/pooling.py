@@ -40,6 +40,7 @@ from octavo.frontend.input_processor import (
     RequestContext,
 )
 from octavo.frontend.params_resolver import need_tokenizer
+from octavo.frontend.prompt_inputs import TEXT_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,9 @@ class PoolingInputs:
             prompt = _changed(prompt, lambda text: self.pools.prefix + text)
         if self.pools.lower_case:
             prompt = _changed(prompt, str.lower)
-        text, token_ids, _ = self.inputs.prompts.read_prompt(prompt, may_be_long=limit is not None)
+        text, token_ids, _ = self.inputs.prompts.read_prompt(
+            prompt, may_be_long=limit is not None, keys=TEXT_KEYS
+        )
         if limit is None or len(token_ids) <= limit:
             return TokenizedPrompt(token_ids, text)
         return TokenizedPrompt(self._cut(text, token_ids, limit), text)

@@ -14,12 +14,20 @@ from octavo.api.sampling_options import whole_number
 from octavo.engine.protocol.prompt_limits import AdmissionDecision, AllocStatus, PromptLimits
 from octavo.frontend.arguments import Messages, Prompt, as_list, check_messages
 from octavo.frontend.encoder_inputs import EncoderInputs
-from octavo.frontend.media import KEY, MediaInputs, extract_media, get_media
+from octavo.frontend.media import (
+    EMBEDS,
+    KEY,
+    MediaInputs,
+    PromptWithMedia,
+    extract_media,
+    get_media,
+)
 from octavo.frontend.params_resolver import need_tokenizer
 from octavo.text.ports import Rendering, Tokenizer
 from octavo.text.unicode import LONG_TEXT_CHARACTERS, check_unicode
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", KEY)
+TEXT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+PROMPT_KEYS = (*TEXT_KEYS, KEY, EMBEDS)
 TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt")
 
 
@@ -43,15 +51,22 @@ class PromptInputs:
     """Builds encoder inputs; None for a decoder-only model."""
 
     def read_prompt(
-        self, prompt: Prompt, *, add_special_tokens: bool = True, may_be_long: bool = False
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        may_be_long: bool = False,
+        keys: Sequence[str] = PROMPT_KEYS,
     ) -> tuple[str | None, list[int], str]:
-        """Returns a prompt's text (None if it has none), its token ids and its cache salt."""
+        """Returns a prompt's text (None if it has none), its token ids and its cache salt. `keys`:
+        accepted keys of a dict.
+        """
         text = None
         salt = ""
         has_images = False
         if isinstance(prompt, Mapping):
             has_images = bool(get_media(prompt))
-            text, prompt, salt = self._open_dict(prompt)
+            text, prompt, salt = self._open_dict(prompt, keys)
         if isinstance(prompt, str):
             if not may_be_long:
                 self.check_length(prompt)
@@ -91,19 +106,38 @@ class PromptInputs:
             return
         check_can_start(self.limits.judge(min_tokens, at_least=True))
 
-    def _open_dict(self, prompt: Mapping[str, Any]) -> tuple[str | None, str | Sequence[int], str]:
+    def read_media(self, prompt: Prompt, token_ids: Sequence[int]) -> PromptWithMedia | None:
+        """Returns a prompt with the tokens of its media, or of its embeddings; None without any."""
+        if not isinstance(prompt, Mapping):
+            return None
+        if prompt.get(EMBEDS) is not None:
+            embeds = self.media.read_embeds(prompt[EMBEDS])
+            return PromptWithMedia(embeds.token_ids, embeds.media, embeds.pixels)
+        images = get_media(prompt)
+        return self.media.placed(token_ids, images) if images else None
+
+    def _open_dict(
+        self, prompt: Mapping[str, Any], keys: Sequence[str]
+    ) -> tuple[str | None, str | Sequence[int], str]:
         """Returns the contents of a prompt's dict: the text of its token ids (None if not given),
         the prompt, and the cache salt.
         """
         for key in prompt:
-            if key not in PROMPT_KEYS:
+            if key not in keys:
                 raise InvalidRequest(
-                    f"prompt: got the key {key!r}, expected {', '.join(PROMPT_KEYS)}",
-                    hint=did_you_mean(str(key), PROMPT_KEYS),
+                    f"prompt: got the key {key!r}, expected {', '.join(keys)}",
+                    hint=did_you_mean(str(key), keys),
                     param="prompt",
                 )
         text: Any = prompt.get("prompt")
         token_ids: Any = prompt.get("prompt_token_ids")
+        if prompt.get(EMBEDS) is not None:
+            for key in ("prompt_token_ids", KEY):
+                if prompt.get(key) is not None:
+                    raise InvalidRequest(
+                        f"{key}: got it with {EMBEDS}, expected one of them", param=key
+                    )
+            token_ids = ()
         if text is None and token_ids is None:
             raise InvalidRequest(
                 "prompt: got a dict without a prompt, expected one of prompt, prompt_token_ids",
@@ -159,6 +193,8 @@ class PromptInputs:
         truncation: Truncation | None = None,
     ) -> dict[str, Any]:
         """Returns a prompt with its token ids; raises ContextTooLong if it cannot fit."""
+        if isinstance(prompt, Mapping) and prompt.get(EMBEDS) is not None:
+            return {**prompt, EMBEDS: self.media.read_embeds(prompt[EMBEDS])}
         text, token_ids, salt = self.read_prompt(
             prompt, add_special_tokens=add_special_tokens, may_be_long=truncation is not None
         )

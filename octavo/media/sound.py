@@ -132,5 +132,5 @@ class PromptAudioReader:
                 height=len(rows),
                 width=rows.shape[1],
                 data=rows.tobytes(),
-                is_audio=True,
+                kind="audio",
             )

@@ -27,6 +27,8 @@ def pooled_row(
     logit: Callable[[Value, int], Value],
 ) -> Value:
     """Appends norm, pooling and classifier; `logit` appends the logit of a token."""
+    if head.mode == "tokens":
+        return norm(b.gather_rows(x))
     one = head.mode != "mean"  # a single token's row is normed separately
     row = norm(b.pool_rows(x, head.mode)) if one else b.pool_rows(norm(x), head.mode)
     if head.tokens:

@@ -54,7 +54,7 @@ template. Source: the model card of Qwen3-Reranker."""
 class PooledHead:
     """The head of a pooling decoder."""
 
-    mode: RowPooling
+    mode: PoolingMode
     num_labels: int = 0
     """Number of labels of a classifier; 0: embedding."""
     tokens: tuple[int, ...] = ()
@@ -71,7 +71,7 @@ def pooled_head(config: HfConfig) -> PooledHead | None:
     if config.table("pooling").get("mode") is None:
         return None
     mode = pooling_mode(config)
-    if mode == "tokens" or config.table("pooling").get("dense"):
+    if config.table("pooling").get("dense"):
         raise UnsupportedModel(
             f"{config.model_type}: Dense modules are supported after encoders, not decoders"
         )

@@ -246,7 +246,7 @@ class Tokenizer(Protocol):
         ...
 
 
-MediaKind = Literal["image", "video", "audio"]
+MediaKind = Literal["image", "video", "audio", "embeds"]
 
 MEDIA_TYPES: Mapping[str, str] = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 """A media type of each kind, for error messages."""
@@ -294,6 +294,14 @@ class PrefixPrompt:
     """Text after the prompt's."""
     max_tokens: int
     """Most tokens of such a prompt, which one step computes."""
+
+
+class EmbedsReader(Protocol):
+    """Reads prompt embeddings. Implemented by `media/prompt_embeds.py`."""
+
+    def read(self, source: object) -> DecodedMedia:
+        """Returns the embeddings as the media that replaces their placeholder tokens."""
+        ...
 
 
 class MediaReader(Protocol):

@@ -49,7 +49,7 @@ from octavo.utils.version import __version__
 from octavo.wiring.adapters import adapter_names
 from octavo.wiring.events import open_publishers
 from octavo.wiring.grammars import end_token_ids, lazy_grammars
-from octavo.wiring.media.build import make_media_reader
+from octavo.wiring.media.build import make_embeds_reader, make_media_reader
 from octavo.wiring.model import (
     Model,
     build_tokenizer,
@@ -223,6 +223,7 @@ def _build_frontend(
         else PriorityFunction(options.priority_function),
         grammars=grammars,
         images=make_media_reader(model.config, model.checkpoint, tokenizer),
+        embeds=make_embeds_reader(model.config, model.program(), prompts),
         encoder=encoder_inputs(model),
         banned_token_ids=banned_token_ids(model),
     )

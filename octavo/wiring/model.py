@@ -57,9 +57,9 @@ from octavo.wiring.model_hooks import (
     transform,
     transform_part,
 )
+from octavo.wiring.pooling_config import set_pooling
 from octavo.wiring.pools import get_max_tokens, get_pools, needs_whole_text
 from octavo.wiring.rank_connections import RankConnections, get_expert_grid, get_rank_grid
-from octavo.wiring.score_tokens import set_score_tokens
 from octavo.wiring.speculation.auto_speculation import with_forced_drafts, with_spec_method
 from octavo.wiring.speculation.draft import (
     add_footprints,
@@ -136,7 +136,7 @@ def open_model(config: EngineConfig) -> Model:
         checkpoint: Checkpoint = DummyCheckpoint(open_header(resolve_header(name)))
     else:
         checkpoint = open_model_files(config.model)
-    set_score_tokens(config.model, checkpoint)
+    set_pooling(config.model, checkpoint)
     config, info = derive_from(config, checkpoint, checkpoint.names())
     for hooks in model_hooks():
         checkpoint = hooks.open_checkpoint(config, checkpoint)

@@ -11,6 +11,7 @@ from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.kv.kv_connector import BlockChoiceSpec
 from octavo.executor.base import Backend, BackendOptions
+from octavo.program.passes.input_rows import accept_input_rows
 from octavo.program.program import Program
 from octavo.utils.extensions import get_first, get_hooks
 from octavo.wiring.tier_builder import TierBuilder
@@ -85,7 +86,9 @@ def model_hooks() -> tuple[ModelHooks, ...]:
 
 
 def transform(config: EngineConfig, header: ModelHeader, program: Program) -> Program:
-    """Adds the ops of all extensions to the unsharded Program."""
+    """Adds the ops that options and extensions need to the unsharded Program."""
+    if config.model.enable_prompt_embeds:
+        program = accept_input_rows(program)
     for hooks in model_hooks():
         program = hooks.transform(config, header, program)
     return program

@@ -25,7 +25,7 @@ from octavo.wiring.model import (
 )
 from octavo.wiring.model_files import with_mmproj
 from octavo.wiring.model_hooks import model_hooks, transform, transform_part
-from octavo.wiring.score_tokens import set_score_tokens
+from octavo.wiring.pooling_config import set_pooling
 from octavo.wiring.speculation.draft import add_footprints
 from octavo.worker.capacity import Capacity, get_capacity
 
@@ -47,7 +47,7 @@ class ModelPlan:
 def plan_model(config: EngineConfig, *, memory_bytes: int) -> ModelPlan:
     """Estimates the memory use out of `memory_bytes`, and the arithmetic per token."""
     header = with_mmproj(config.model, open_header(resolve_header(config.model.model)))
-    set_score_tokens(config.model, header)
+    set_pooling(config.model, header)
     config, info = derive_from(config, header)
     for hooks in model_hooks():
         header = hooks.open_header(config, header)

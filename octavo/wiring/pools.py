@@ -96,10 +96,11 @@ def _dimensions(config: HfConfig, width: int) -> Sequence[int]:
 
 
 def needs_whole_text(program: Program) -> bool:
-    """Returns whether a text must be computed in one step: attention is not causal, or pooling uses
-    all tokens.
+    """Returns whether a text must be computed in one step: attention is not causal, or the output
+    uses all tokens.
     """
-    return any(
+    pooled = program.outputs.get("pooled")
+    return (pooled is not None and pooled.axis == "samples") or any(
         (
             isinstance(op, Attention)
             and op.mask == "full"
@@ -117,7 +118,7 @@ def get_max_tokens(config: Mapping[str, Any], program: Program, context_tokens: 
     tables = [
         op.table.shape[0] - op.offset
         for op in program.ops
-        if isinstance(op, Embedding) and op.by_position and op.axis == 0
+        if isinstance(op, Embedding) and op.by_position and op.axis == 0 and not op.others_first
     ]
     length = HfConfig(HfConfig(config).table("pooling")).integer("max_seq_length", context_tokens)
     return min(context_tokens, length, *tables)

@@ -186,7 +186,12 @@ def test_interactions_that_are_listed_are_checked(http, strict, listed):
     """
     values = {"boolean": True, "integer": 1, "number": 0.5, "object": {}, "string": "left"}
     values["array"] = [1]
-    beside = {"truncate_prompt_tokens": 1, "decoder_prompt_token_ids": [1], "suffix": "left"}
+    beside = {
+        "truncate_prompt_tokens": 1,
+        "prompt_logprobs": 1,
+        "decoder_prompt_token_ids": [1],
+        "suffix": "left",
+    }
     seen = 0
     for row in listed["fields"]:
         path = row["paths"][0]

@@ -8,6 +8,7 @@ msgpack. The messages about KV blocks are in `kv_messages.py`.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Literal
 
 import msgspec
 
@@ -78,21 +79,24 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class MediaContent(msgspec.Struct, frozen=True):
-    """Pixels of an image or of a video's frames, resized for the model; or an audio's features."""
+    """Pixels of an image or of a video's frames, resized for the model; an audio's features; or
+    prompt embeddings.
+    """
 
     digest: bytes
     height: int
     width: int
     data: bytes
     """Rows of pixels, three bytes each: red, green, blue; frame by frame. For audio: the encoder's
-    input rows `[height, width]` in fp32, little-endian."""
+    input rows `[height, width]` in fp32, little-endian. For embeds: the decoder's rows,
+    likewise."""
     num_frames: int = 1
     tiles: tuple[int, int] = (0, 0)
     """Rows and columns of tiles below a square view of the entire image, each of `width` x `width`
     pixels, which are packed without their padding; (0, 0): one view."""
     source: tuple[int, int] = (0, 0)
     """Height and width of the image that was padded to `tiles`."""
-    is_audio: bool = False
+    kind: Literal["image", "audio", "embeds"] = "image"
 
 
 class EncoderInput(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from octavo.engine.protocol.requests import EngineRequest, Pin, PrefixRef, Reque
 from octavo.engine.protocol.step import RowResult, StepPlan, StepResult, TokenLogprobs
 from octavo.engine.protocol.step_costs import StepCosts
 
-FORMAT = 7
+FORMAT = 8
 """Version of the recording format; recordings of other versions are rejected."""
 
 NO_LOGPROBS = TokenLogprobs([], [], [])

@@ -211,8 +211,24 @@ class PromptBody(SamplingBody):
 
 
 class CompletionBody(PromptBody):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = required(
-        "a string, token ids, or a list of either", "prompt to complete"
+    refused: ClassVar[frozenset[str]] = frozenset()
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] | None = field(
+        "a string, token ids, or a list of either; required without prompt_embeds",
+        "prompt to complete",
+    )
+    prompt_embeds: str | list[str] | None = field(
+        "the base64 of torch.save's or numpy.save's output, or a list of them; requires"
+        " --enable-prompt-embeds",
+        "embeddings to continue, of shape [tokens, hidden_size]; their choices come before those of"
+        " prompt",
+        rules={
+            "excludes": {
+                "echo": "embeddings have no text",
+                "suffix": "not supported with fill-in-the-middle",
+                "prompt_logprobs": "embeddings have no token ids",
+            }
+        },
     )
     echo: bool = field(
         FLAG,

@@ -55,7 +55,7 @@ async def complete(
     llm = model.llm
     _check(body)
     params = _params(body, llm.get_default_sampling_params())
-    prompts = [await _prompt(body, prompt, llm) for prompt in as_prompts(body.prompt)]
+    prompts = await _prompts(body, llm)
     formatter = CompletionFormatter(body, params, model)
     origin = get_request_context(request, body.priority, body.user)
     response = await start_response(
@@ -178,6 +178,19 @@ def _check(body: CompletionBody) -> None:
             param="max_tokens",
             hint="set echo to true and omit stream",
         )
+
+
+async def _prompts(body: CompletionBody, llm: AsyncLLM) -> list[EnginePrompt]:
+    if body.prompt is None and body.prompt_embeds is None:
+        raise InvalidRequest("prompt: field required", param="prompt")
+    embeds = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
+    prompts: list[EnginePrompt] = [
+        await llm.tokenize({"prompt_embeds": one, "cache_salt": body.cache_salt})
+        for one in embeds or ()
+    ]
+    if body.prompt is None or (embeds and body.prompt in ("", [])):
+        return prompts
+    return prompts + [await _prompt(body, prompt, llm) for prompt in as_prompts(body.prompt)]
 
 
 async def _prompt(body: CompletionBody, prompt: Prompt, llm: AsyncLLM) -> EnginePrompt:

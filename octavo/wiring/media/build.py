@@ -13,20 +13,23 @@ from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.config.engine_config import EngineConfig
 from octavo.config.paths import expand_path, path_exists
+from octavo.engine.protocol.prompt_limits import PromptLimits
 from octavo.executor.base import Backend, BackendOptions, Footprint
 from octavo.executor.kv import BLOCK_SIZE
 from octavo.media.limits import ImageLimits
+from octavo.media.prompt_embeds import PromptEmbedsReader
 from octavo.media.prompt_media import PromptMediaReader
 from octavo.media.sound import PromptAudioReader
 from octavo.models.audio import AUDIO_TOWER, AudioLayout
 from octavo.models.registry import audio_layout, build_programs, image_layout
 from octavo.models.vision import NEWLINE, TOWER
+from octavo.program.passes.input_rows import find_embedding
 from octavo.program.program import Program
 from octavo.text.ports import MediaReader, Tokenizer
 from octavo.wiring.media.images import count_patches, make_image_reader, make_image_tower
 from octavo.wiring.speculation.draft import add_footprints
 from octavo.worker.media.audio_tower import AudioTower
-from octavo.worker.media.tower import Tower, TowerPrograms, Towers
+from octavo.worker.media.tower import EmbedsTower, Tower, TowerPrograms, Towers
 
 IMAGE_PROGRAMS = (*TOWER, NEWLINE)
 
@@ -74,6 +77,15 @@ def make_media_reader(
     return None if images is None and audio is None else PromptMediaReader(images, audio)
 
 
+def make_embeds_reader(
+    config: EngineConfig, program: Program, limits: PromptLimits
+) -> PromptEmbedsReader | None:
+    """Builds the reader of prompt embeddings; None if the engine does not accept any."""
+    if not config.model.enable_prompt_embeds:
+        return None
+    return PromptEmbedsReader(find_embedding(program).out.width, limits.max_model_len)
+
+
 def _audio_reader(
     layout: AudioLayout, tokenizer: Tokenizer | None, limits: ImageLimits
 ) -> PromptAudioReader:
@@ -108,6 +120,8 @@ def load_towers(
         towers["image"] = make_image_tower(config, checkpoint, seen, parts["image"])
     if "audio" in parts and heard is not None:
         towers["audio"] = AudioTower(heard, parts["audio"])
+    if config.model.enable_prompt_embeds:
+        towers["embeds"] = EmbedsTower(checkpoint.config.get("embedding_multiplier", 1.0))
     return Towers(towers) if towers else None
 
 

@@ -28,6 +28,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         served_model_name=None,
         tokenizer=None,
         chat_template=None,
+        enable_prompt_embeds=False,
     )
     scheduler = replace(config.scheduler, spec_method="none", spec_model=None, spec_tree_width=1)
     config = replace(config, model=model, scheduler=scheduler)

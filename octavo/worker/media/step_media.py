@@ -52,8 +52,8 @@ class StepMedia:
         try:
             self._made[image.digest] = self._towers.encode(image)
         except Exception as error:
-            noun = "audio" if image.is_audio else "image"
-            logger.exception("%s of %d x %d cannot be encoded", noun, image.width, image.height)
+            size = image.width, image.height
+            logger.exception("%s of %d x %d cannot be encoded", image.kind, *size)
             self._faults[image.digest] = f"{type(error).__name__}: {error}"
 
     def add(self, model_input: ModelInput) -> None:

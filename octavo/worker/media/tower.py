@@ -55,7 +55,9 @@ class Tower(Protocol):
     """Encodes one kind of media."""
 
     @property
-    def parts(self) -> TowerPrograms: ...
+    def parts(self) -> TowerPrograms | None:
+        """Programs that encode; None if the content is the decoder's rows."""
+        ...
 
     def encode(self, content: MediaContent) -> Rows:
         """Returns the decoder's rows of a medium in the order of its tokens."""
@@ -63,24 +65,41 @@ class Tower(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class EmbedsTower:
+    """Reads prompt embeddings, which need no Program."""
+
+    scale: float
+    """Factor by which the model multiplies embeddings after their lookup."""
+    parts: None = None
+
+    def encode(self, content: MediaContent) -> Rows:
+        """Returns the decoder's rows `[height, width]`."""
+        rows = np.frombuffer(content.data, "<f4").reshape(content.height, content.width)
+        return rows * np.float32(self.scale)
+
+
+@dataclass(frozen=True, slots=True)
 class Towers:
-    """The towers of a model by kind of media, "image" and "audio"."""
+    """The towers of a model by kind of media: "image", "audio" and "embeds"."""
 
     by_kind: Mapping[str, Tower]
 
     def encode(self, content: MediaContent) -> Rows:
         """Returns the decoder's rows of a medium in the order of its tokens, `[num_tokens, W]`."""
-        kind = "audio" if content.is_audio else "image"
-        rows = self.by_kind[kind].encode(content)
+        rows = self.by_kind[content.kind].encode(content)
         if not np.isfinite(rows).all():
-            raise ValueError(f"the tower's rows of an {kind} contain NaN")
+            raise ValueError(f"the tower's rows of an {content.kind} contain NaN")
         return np.ascontiguousarray(rows)
 
     @property
     def progress(self) -> int:
         """Counter that increases while a medium is encoded; other threads may read it."""
-        return sum(tower.parts.progress for tower in self.by_kind.values())
+        return sum(parts.progress for parts in self._parts)
 
     def close(self) -> None:
-        for tower in self.by_kind.values():
-            tower.parts.close()
+        for parts in self._parts:
+            parts.close()
+
+    @property
+    def _parts(self) -> list[TowerPrograms]:
+        return [tower.parts for tower in self.by_kind.values() if tower.parts is not None]
