@@ -1,11 +1,14 @@
 """Serves a model without options under limits of memory, and looks for out-of-memory kills.
 
-    python benchmarks/fit_limits.py smollm2 --cgroup /sys/fs/cgroup/memory --runs 5
+    python benchmarks/fit_limits.py smollm2 --cgroup /sys/fs/cgroup/memory --runs 1000 \\
+        --results FILE.jsonl --minutes 60
 
 Each run starts `octavo serve MODEL` in a memory cgroup with a random limit, sends several long
 requests at once, and prints a JSON line: the limit, the predicted and the largest use of memory,
 the options that were chosen, and how the server and the requests ended. `ended` is "served", "does
-not fit" or "killed". Needs the right to make groups below `--cgroup`.
+not fit", "killed" or "failed". Lines also go to `--results`; runs that are there already are not
+repeated, and none is started after `--minutes`, so that the same command continues where it was
+stopped. The last line counts how the runs ended. Needs the right to make groups below `--cgroup`.
 """
 
 import argparse
@@ -17,7 +20,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -87,32 +90,59 @@ def predicted(model: str, limit: int) -> tuple[int, dict[str, object]] | None:
     return fit.predicted_bytes, fit.options
 
 
-def runs(model: str, limits: list[int], cgroup: Path) -> Iterator[dict[str, object]]:
-    for limit in limits:
-        plan = predicted(model, limit)
-        with MemoryGroup(cgroup, limit) as group:
-            server = Server(group, model)
-            url, statuses = server.wait(), []
-            if url is not None:
-                with ThreadPoolExecutor(REQUESTS) as pool:
-                    statuses = list(pool.map(ask, [url] * REQUESTS, range(REQUESTS)))
-            code = server.stop()
-            kills, peak = group.num_kills, group.peak_bytes
-        refused = any(
-            "does not fit" in line or "not enough memory" in line for line in server.lines
-        )
-        ended = "killed" if kills else "served" if url else "does not fit" if refused else "failed"
-        yield {
-            "limit": limit,
-            "ended": ended,
-            "kills": kills,
-            "code": code,
-            "statuses": statuses,
-            "peak_bytes": peak,
-            "predicted_bytes": plan and plan[0],
-            "options": plan and {key: str(value) for key, value in plan[1].items()},
-            "last": server.lines[-1:] if ended == "failed" else [],
-        }
+def run(model: str, limit: int, cgroup: Path) -> dict[str, object]:
+    """Serves a model under a limit and returns what happened."""
+    plan = predicted(model, limit)
+    with MemoryGroup(cgroup, limit) as group:
+        server = Server(group, model)
+        url, statuses = server.wait(), []
+        if url is not None:
+            with ThreadPoolExecutor(REQUESTS) as pool:
+                statuses = list(pool.map(ask, [url] * REQUESTS, range(REQUESTS)))
+        code = server.stop()
+        kills, peak = group.num_kills, group.peak_bytes
+    refused = any("does not fit" in line or "not enough memory" in line for line in server.lines)
+    ended = "killed" if kills else "served" if url else "does not fit" if refused else "failed"
+    return {
+        "limit": limit,
+        "ended": ended,
+        "kills": kills,
+        "code": code,
+        "statuses": statuses,
+        "peak_bytes": peak,
+        "predicted_bytes": plan and plan[0],
+        "options": plan and {key: str(value) for key, value in plan[1].items()},
+        "last": server.lines[-1:] if ended == "failed" else [],
+    }
+
+
+def read(results: Path | None) -> list[dict[str, object]]:
+    if results is None or not results.exists():
+        return []
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def measure(args: argparse.Namespace) -> None:
+    started = time.monotonic()
+    least, most = (parse_bytes(text, name="limit") for text in (args.least, args.most))
+    draw = random.Random(args.seed)
+    limits = [int(least * (most / least) ** draw.random()) for _ in range(args.runs)]
+    rows = read(args.results)
+    if [row["limit"] for row in rows] != limits[: len(rows)]:
+        raise SystemExit(f"--results: {args.results} has runs with other limits or another seed")
+    for limit in limits[len(rows) :]:
+        if time.monotonic() - started > 60 * args.minutes:
+            print("stopped: the same command continues from here")
+            break
+        row = run(args.model, limit, args.cgroup)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if args.results is not None:
+            with args.results.open("a") as file:
+                print(json.dumps(row), file=file)
+    statuses = Counter(status for row in rows for status in row["statuses"])
+    print(json.dumps({"runs": len(rows), **Counter(row["ended"] for row in rows)}))
+    print(json.dumps({"statuses": statuses}))
 
 
 def main() -> None:
@@ -125,12 +155,9 @@ def main() -> None:
     parser.add_argument("--least", default="384MiB")
     parser.add_argument("--most", default="2GiB")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    least, most = (parse_bytes(text, name="limit") for text in (args.least, args.most))
-    draw = random.Random(args.seed)
-    limits = [int(least * (most / least) ** draw.random()) for _ in range(args.runs)]
-    for found in runs(args.model, limits, args.cgroup):
-        print(json.dumps(found), flush=True)
+    parser.add_argument("--results", type=Path, help="file of runs, to continue from")
+    parser.add_argument("--minutes", type=float, default=60)
+    measure(parser.parse_args())
 
 
 if __name__ == "__main__":

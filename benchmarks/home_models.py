@@ -11,11 +11,22 @@ DIR keeps the files, of 1 to 17 GB each. An engine is given as in compare.py, wi
 GGUF file gets a directory of its own, and only the combinations for which it exists. Engines take
 turns in each round, each in a process of its own. Results go to FILE, a JSON line each. What is
 there already is not measured again, and no run is started after --minutes, so that the same command
-goes on where it was stopped. `--table` prints the medians, and Octavo's rate over each peer's.
+goes on where it was stopped. `--table` prints the medians, and the rate of --own over each peer's.
+
+Types of KV cache, in a shape whose cache is larger than its weights. Each engine has a second part
+of its own, which becomes part of its name:
+
+    python benchmarks/home_models.py DIR --results FILE.jsonl --shapes 135m --formats Q8_0 \\
+        --cases context-16k context-32k \\
+        --engine 'octavo|int8 KV|{file}|{"kv_cache_dtype": "int8"}' \\
+        --engine 'octavo|int4 KV|{file}|{"kv_cache_dtype": "int4"}' \\
+        --engine 'llamacpp|q4_0 KV|{file}|{"binary": "PATH", "arguments":
+            ["-ctk", "q4_0", "-ctv", "q4_0", "-fa", "on"]}'
+    python benchmarks/home_models.py DIR --results FILE.jsonl --table --own 'octavo, int4 KV'
 
 | case | measured | tokens per second of |
 |---|---|---|
-| one stream, context-8k, context-32k | a request of 128, 8,192 or 32,512 tokens | decoding |
+| one stream, context-8k, -16k, -32k | a request of 128, 8,192, 16,128 or 32,512 tokens | decoding |
 | 8 streams, 32 streams | as many requests of 128 tokens | prompts and answers |
 | prompt-512, prompt-4096 | a request that makes one token | its prompt |
 
@@ -36,12 +47,16 @@ from dense_1_6b import DenseShape
 from formats import TABLES, write
 
 SHAPES = {
+    "135m": DenseShape(
+        hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, width=1536, tied=True
+    ),
     "1.7b": DenseShape(vocabulary=151_936, tied=True),
     "4b": DenseShape(hidden=2560, layers=36, heads=32, width=9728, vocabulary=151_936, tied=True),
     "8b": DenseShape(hidden=4096, layers=36, heads=32, width=12_288, vocabulary=151_936),
     "tiny": DenseShape(hidden=256, layers=2, heads=2, kv_heads=2, width=512, vocabulary=40_960),
 }
-"""Qwen3's shapes by name; `tiny` tests this script."""
+"""Qwen3's shapes by name. `135m` has SmolLM2's, whose rows are not whole blocks of K-quants; `tiny`
+tests this script."""
 FORMATS = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q4_0", "Q8_0", "int8", "bf16")
 
 
@@ -61,6 +76,7 @@ CASES = {
     "prompt-512": Case(1, 512, 1, "prefill"),
     "prompt-4096": Case(1, 4096, 1, "prefill"),
     "context-8k": Case(1, 8192, 32, "decode"),
+    "context-16k": Case(1, 16_128, 32, "decode"),
     "context-32k": Case(1, 32_512, 32, "decode"),
 }
 
@@ -105,6 +121,11 @@ def engines_of(args: argparse.Namespace, shape: str, form: str) -> Iterator[Engi
             yield engine
 
 
+def label_of(engine: Engine, form: str) -> str:
+    """Returns an engine's name in the results, with its second part unless that is the format."""
+    return engine.name if engine.format == form else f"{engine.name}, {engine.format}"
+
+
 def measure(args: argparse.Namespace) -> None:
     started = time.monotonic()
     done = {key_of(row) for row in read(args.results)}
@@ -114,7 +135,7 @@ def measure(args: argparse.Namespace) -> None:
                 for case in args.cases:
                     for engine in engines_of(args, shape, form):
                         row: dict[str, object] = {"round": turn, "shape": shape, "format": form}
-                        row |= {"case": case, "engine": engine.name}
+                        row |= {"case": case, "engine": label_of(engine, form)}
                         if key_of(row) in done:
                             continue
                         if time.monotonic() - started > 60 * args.minutes:
@@ -141,18 +162,18 @@ def read(results: Path) -> list[dict[str, object]]:
     )
 
 
-def print_table(results: Path) -> None:
-    """Prints a row for each shape, format and case: Octavo's median, each peer's, and the ratio."""
+def print_table(results: Path, own_name: str) -> None:
+    """Prints a row for each shape, format and case: the own median, each peer's, and the ratio."""
     rates: dict[tuple[object, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in read(results):
         key = (row["shape"], row["format"], row["case"])
         rates[key][str(row["engine"])].append(float(str(row["tokens_per_second"])))
-    peers = sorted({name for found in rates.values() for name in found} - {"octavo"})
-    print(f"| shape | format | case | octavo |{''.join(f' {peer} |' for peer in peers)}")
+    peers = sorted({name for found in rates.values() for name in found} - {own_name})
+    print(f"| shape | format | case | {own_name} |{''.join(f' {peer} |' for peer in peers)}")
     print(f"|---|---|---|---|{'---|' * len(peers)}")
     for key, found in rates.items():
         medians = {name: statistics.median(each) for name, each in found.items()}
-        own = medians.get("octavo")
+        own = medians.get(own_name)
         cells = [f"{own:.3g}" if own else ""]
         for peer in peers:
             ratio = f" ({own / medians[peer]:.2f}x)" if own and peer in medians else ""
@@ -173,10 +194,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--table", action="store_true", help="print FILE as a table")
+    parser.add_argument("--own", default="octavo", help="the engine that is compared with others")
     args = parser.parse_args()
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.table:
-        print_table(args.results)
+        print_table(args.results, args.own)
     else:
         measure(args)
 

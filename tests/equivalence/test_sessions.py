@@ -30,15 +30,25 @@ def converse(llm: LLM, **request) -> tuple[list[int], list]:
     return tokens, fingerprint(second)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "granitemoehybrid"])
-def test_a_restored_session_continues_bitwise(tmp_path, family):
-    with make_llm(family, backend="native") as llm:
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype"),
+    [
+        ("llama", "auto"),
+        ("gemma3_text", "auto"),
+        ("granitemoehybrid", "auto"),
+        ("qwen3", "k8v4"),
+        ("llama", "int4"),
+    ],
+)
+def test_a_restored_session_continues_bitwise(tmp_path, family, kv_cache_dtype):
+    options = {"kv_cache_dtype": kv_cache_dtype}
+    with make_llm(family, backend="native", **options) as llm:
         tokens, expected = converse(llm)
-    with make(tmp_path, family) as llm:
+    with make(tmp_path, family, **options) as llm:
         converse(llm)
         saved = llm.sessions.save("talk", llm.compute_prefix(tokens))
         assert saved.num_tokens == 128 and saved.num_bytes > 0
-    with make(tmp_path, family) as llm:
+    with make(tmp_path, family, **options) as llm:
         restored = llm.sessions.restore("talk")
         assert restored.num_loaded == restored.session.num_tokens == 128
         (output,) = llm.generate(tokens, GREEDY)

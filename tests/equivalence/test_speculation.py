@@ -102,13 +102,21 @@ def test_guesses_change_no_bit(backend, name, kind):
         assert num_accepted <= num_drafted / 20 if kind == "wrong" else num_accepted > 0
 
 
-@pytest.mark.parametrize("model", ["gemma3_text", "gpt2", "qwen3_moe", "deepseek_v3"])
-def test_in_other_families(model):
+@pytest.mark.parametrize(
+    ("model", "kv_cache_dtype"),
+    [
+        *((model, "auto") for model in ("gemma3_text", "gpt2", "qwen3_moe", "deepseek_v3")),
+        ("qwen3", "k8v4"),
+        ("gemma3_text", "int4"),
+    ],
+)
+def test_in_other_families(model, kv_cache_dtype):
     params = [PARAMS["sampled"], PARAMS["penalised"], PARAMS["greedy"]]
-    with make_llm(model, backend="native") as llm:
+    options = {"backend": "native", "kv_cache_dtype": kv_cache_dtype}
+    with make_llm(model, **options) as llm:
         plain = llm.generate(PROMPTS, params)
     guess = seldom_right(sequences(plain, PROMPTS), 5)
-    with all_verified(guess), make_llm(model, backend="native", spec_method="ngram") as llm:
+    with all_verified(guess), make_llm(model, **options, spec_method="ngram") as llm:
         found = llm.generate(PROMPTS, params)
         assert draft_counts(llm)[1] > 0
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))

@@ -35,6 +35,7 @@ FP32 = {"dtype": "float32"}
 LLAMA = ("native", "llama", FP32)
 GEMMA = ("native", "gemma3_text", FP32)
 K8V4 = ("native", "qwen3", FP32 | {"kv_cache_dtype": "k8v4"})
+INT4_KV = ("native", "gemma3_text", FP32 | {"kv_cache_dtype": "int4"})
 INT8_KV = ("native", "qwen3", FP32 | {"kv_cache_dtype": "int8"})
 TORCH = ("torch", "llama", FP32 | {"device": "cpu", "batch_invariant": True})
 LIMIT_S = 120
@@ -48,6 +49,7 @@ NUMBERS_OF_RANKS = [
     pytest.param(LLAMA, (1, 2), id="llama-1-2"),
     pytest.param(INT8_KV, (2, 1), id="int8-2-1"),
     pytest.param(K8V4, (1, 2), id="k8v4-1-2"),
+    pytest.param(INT4_KV, (1, 1), id="int4-1-1"),
     *(
         pytest.param(model, sizes, id=f"{name}-{sizes[0]}-{sizes[1]}", marks=slow)
         for name, model, sizes in [

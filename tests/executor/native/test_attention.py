@@ -343,7 +343,7 @@ def test_rows_in_company(level, name, kv, threads, whole):
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4"])
+@pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4", "int4"])
 @pytest.mark.parametrize("name", ["causal", "window"])
 @pytest.mark.parametrize(("size", "threads"), [(1, 2), (7, 1), (16, 2), (255, 7), (257, 2)])
 def test_rows_in_chunks(level, name, size, threads, kv, whole):
@@ -390,7 +390,7 @@ def test_keys_out_of_the_window_are_not_read(level):
     np.testing.assert_array_equal(run.step([(0, 99, 100)])[0], wanted)
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8", "k8v4", "int4"])
 def test_a_copied_block_holds_the_same_keys(level, kv):
     shape = Shape(contexts=(40,))
     run = Run(shape, native(level, kv))
