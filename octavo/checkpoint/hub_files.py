@@ -1,7 +1,8 @@
 """Chooses the files of a repository that a model reference refers to.
 
 Works on file names, from the hub or the cache. GGUF files are grouped into models: parts of a split
-model belong together, and companion files (image projectors, importance matrices) are skipped.
+model belong together. The file of a vision tower (`mmproj`) comes with every model; other companion
+files (importance matrices) are skipped.
 Quantizations have the names of llama.cpp and Ollama: the end of the file name, or the folder.
 """
 
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
 
 from octavo.api.errors import NotOnHub
 from octavo.checkpoint.model_file import PART_NAME
@@ -34,7 +36,11 @@ QUANT_NAME = re.compile(
     r"(?<![A-Za-z0-9])(UD-)?((?:I?Q|TQ)\d\w*|MXFP\d\w*|NVFP\d\w*|BF16|FP?16|FP?32)(?![A-Za-z0-9_])",
     re.IGNORECASE,
 )
-COMPANIONS = re.compile(r"mmproj|imatrix|^ggml-vocab", re.IGNORECASE)
+TOWER = "mmproj"
+"""Part of the names of vision towers' files, in lower case."""
+COMPANIONS = re.compile(rf"{TOWER}|imatrix|^ggml-vocab", re.IGNORECASE)
+TOWER_QUANTS = ("F16", "BF16", "")
+"""Precisions of which the first is chosen if there are several files of a tower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +59,7 @@ class GgufModel:
     @property
     def quant(self) -> str:
         """Name of the quantization in upper case; "" if neither the file nor the folder has one."""
-        for part in reversed(self.main.split("/")):
-            if found := QUANT_NAME.findall(part):
-                return "".join(found[-1]).upper()
-        return ""
+        return quant_of(self.main)
 
     @property
     def is_whole(self) -> bool:
@@ -92,7 +95,8 @@ def choose_files(reference: HubReference, names: Collection[str]) -> ChosenFiles
             f" {chosen.num_parts} parts",
             hint=_hint(reference, [model for model in models if model.is_whole]),
         )
-    return ChosenFiles(chosen.files, chosen.main)
+    tower = choose_tower(names, chosen.main)
+    return ChosenFiles((*chosen.files, *([tower] if tower else [])), chosen.main)
 
 
 def has_safetensors(names: Iterable[str]) -> bool:
@@ -117,6 +121,40 @@ def gguf_models(names: Iterable[str]) -> list[GgufModel]:
         match = PART_NAME.fullmatch(name)
         parts[(match["stem"], int(match["count"])) if match else (name, 1)].append(name)
     return [GgufModel(tuple(files), count) for (_, count), files in parts.items()]
+
+
+def choose_tower(names: Iterable[str], model: str) -> str | None:
+    """Returns the vision tower's file of a GGUF model: one in the model's folder, or else in the
+    folder above if the model's is that of a quantization. None if there is none.
+    """
+    towers = [name for name in sorted(names) if is_tower_name(name)]
+    folder = PurePosixPath(model).parent
+    folders = [folder, folder.parent] if QUANT_NAME.search(folder.name) else [folder]
+    for each in folders:
+        found = [name for name in towers if PurePosixPath(name).parent == each]
+        if found:
+            return min(found, key=_rank_tower)
+    return None
+
+
+def is_tower_name(name: str) -> bool:
+    file = name.lower().rpartition("/")[2]
+    return file.endswith(".gguf") and TOWER in file
+
+
+def _rank_tower(name: str) -> int:
+    quant = quant_of(name)
+    return TOWER_QUANTS.index(quant) if quant in TOWER_QUANTS else len(TOWER_QUANTS)
+
+
+def quant_of(name: str) -> str:
+    """Returns the quantization in a file's or else its folder's name in upper case; "" if they have
+    none.
+    """
+    for part in reversed(name.split("/")):
+        if found := QUANT_NAME.findall(part):
+            return "".join(found[-1]).upper()
+    return ""
 
 
 def first_part(file: str) -> str:

@@ -10,7 +10,8 @@ from octavo.api.errors import ConfigError, SetupError, UnsupportedModel, WeightM
 from octavo.checkpoint.formats.format import prefix_errors
 from octavo.checkpoint.formats.table import quantized_format, with_quantization
 from octavo.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
-from octavo.checkpoint.gguf.mmproj import MmprojCheckpoint, find_mmproj, is_mmproj_name
+from octavo.checkpoint.gguf.mmproj import MmprojCheckpoint, find_mmproj
+from octavo.checkpoint.hub_files import is_tower_name
 from octavo.checkpoint.json_file import read_json, read_json_if_there
 from octavo.checkpoint.model_file import PART_NAME
 from octavo.checkpoint.nested_config import with_text_config
@@ -43,7 +44,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if (path / "config.json").exists():
         return SafetensorsCheckpoint(path)
-    files = sorted(file for file in path.glob("*.gguf") if not is_mmproj_name(file))
+    files = sorted(file for file in path.glob("*.gguf") if not is_tower_name(file.name))
     if len(files) == 1 or (files and all(map(_make_part_test(files[0]), files))):
         return GgufCheckpoint(files[0])
     if files:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.api.errors import DownloadFailed
-from octavo.checkpoint.hub_files import ChosenFiles, choose_files, gguf_models
+from octavo.checkpoint.hub_files import ChosenFiles, choose_files, choose_tower, gguf_models
 from octavo.config.model_reference import parse_hub_reference
 
 QUANTS = ("IQ4_XS", "Q2_K", "Q4_0", "Q4_K_M", "Q4_K_S", "Q6_K", "Q8_0")
@@ -52,7 +52,24 @@ def chosen(text: str, names: list[str]) -> ChosenFiles:
 def test_the_model_that_is_named(text: str, main: str) -> None:
     found = chosen(text, UNSLOTH)
     assert found.main == main
-    assert len(found.files) == (int(main[-10:-5]) if "-of-" in main else 1)
+    *parts, tower = found.files
+    assert len(parts) == (int(main[-10:-5]) if "-of-" in main else 1)
+    assert tower == "mmproj-F16.gguf"
+
+
+@pytest.mark.parametrize(
+    ("towers", "model", "chosen_tower"),
+    [
+        (["mmproj-Q8_0.gguf", "mmproj-BF16.gguf"], "m-Q8_0.gguf", "mmproj-BF16.gguf"),
+        (["mmproj-Q8_0.gguf", "m.mmproj.gguf"], "m.gguf", "m.mmproj.gguf"),
+        (["mmproj-F16.gguf", "Q8_0/mmproj-F32.gguf"], "Q8_0/m.gguf", "Q8_0/mmproj-F32.gguf"),
+        (["mmproj-F16.gguf"], "4B-Q8_0/m.gguf", "mmproj-F16.gguf"),
+        (["mmproj-F16.gguf", "other/mmproj-F16.gguf"], "small/m.gguf", None),
+        (["mmproj.json", "mmproj/m-F16.gguf"], "m.gguf", None),
+    ],
+)
+def test_the_tower_of_a_model(towers: list[str], model: str, chosen_tower: str | None) -> None:
+    assert choose_tower([*towers, model], model) == chosen_tower
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,12 @@ from octavo.checkpoint.gguf.mmproj_families import (
     TowerFile,
     pixel_statistics,
 )
+from octavo.checkpoint.hub_files import choose_tower
 from octavo.checkpoint.ports import StoredTensor
 from octavo.quant.blocks import StoredWeight
 from octavo.quant.packed import PackedWeight
 
 ARCHITECTURE = "clip"
-
-ORDER = ("f16", "bf16", "")
-"""Precisions of which the first is chosen if a folder holds the same tower in several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +47,15 @@ class TowerTensor:
 
 
 def find_mmproj(model: Path) -> Path | None:
-    """Returns the mmproj file beside a .gguf file or in a folder; None if there is none."""
-    folder = model if model.is_dir() else model.parent
-    found = sorted(file for file in folder.glob("*.gguf") if is_mmproj_name(file))
-    return min(found, key=_rank, default=None)
-
-
-def is_mmproj_name(file: Path) -> bool:
-    return "mmproj" in file.name.lower()
-
-
-def _rank(file: Path) -> int:
-    words = re.split(r"[-_.]", file.stem.lower())
-    return next((rank for rank, word in enumerate(ORDER) if word in words), len(ORDER))
+    """Returns the mmproj file beside a .gguf file (`hub_files.choose_tower`); None if there is
+    none.
+    """
+    model = model.absolute()
+    root = model.parent.parent
+    files = (*model.parent.glob("*.gguf"), *root.glob("*.gguf"))
+    names = [file.relative_to(root).as_posix() for file in files]
+    found = choose_tower(names, model.relative_to(root).as_posix())
+    return None if found is None else root / found
 
 
 class MmprojCheckpoint(GgufCheckpoint):
