@@ -66,8 +66,16 @@ def mel_filters(num_bands: int) -> NDArray[np.float64]:
     top = LOG_MEL + np.log(TOP_HZ / LOG_HZ) / LOG_STEP
     mels = np.linspace(0.0, top, num_bands + 2)
     edges = np.where(mels < LOG_MEL, LINEAR_HZ * mels, LOG_HZ * np.exp(LOG_STEP * (mels - LOG_MEL)))
-    bins = np.linspace(0.0, RATE / 2, WINDOW // 2 + 1)[:, None]
-    rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
-    falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
-    triangles: NDArray[np.float64] = np.maximum(0.0, np.minimum(rising, falling))
-    return triangles * (2.0 / (edges[2:] - edges[:-2]))
+    bins = np.linspace(0.0, RATE / 2, WINDOW // 2 + 1)
+    return triangles(edges, bins) * (2.0 / (edges[2:] - edges[:-2]))
+
+
+def triangles(edges: NDArray[np.float64], bins: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns triangular filters of height 1 between every third of `edges [B + 2]`, evaluated at
+    `bins [N]`, in Hz: `[N, B]`.
+    """
+    at = bins[:, None]
+    rising = (at - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - at) / (edges[2:] - edges[1:-1])
+    filters: NDArray[np.float64] = np.maximum(0.0, np.minimum(rising, falling))
+    return filters

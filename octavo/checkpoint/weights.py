@@ -5,7 +5,6 @@ Depends only on the Checkpoint protocol, not on file formats or families.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.fills import fill_weight
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.checkpoint.tensor_check import is_turned
 from octavo.program.expert_ops import GroupedLinear, Route
@@ -29,13 +29,7 @@ from octavo.program.ops import (
 )
 from octavo.program.program import (
     TAPS,
-    Fill,
-    Growth,
-    Impulse,
-    PowerGrowth,
     Program,
-    Selection,
-    Sinusoids,
     Weight,
 )
 from octavo.quant.blocks import StoredWeight
@@ -207,7 +201,7 @@ class WeightReader:
         differs.
         """
         if weight.fill is not None:
-            return PackedWeight.plain(_fill(weight.shape, weight.fill))
+            return PackedWeight.plain(fill_weight(weight.shape, weight.fill))
         with np.errstate(
             invalid="ignore", over="ignore"
         ):  # NaN from a damaged file fails the requests that read it
@@ -417,38 +411,15 @@ def _inputs(packed: StoredWeight, weight: Weight) -> StoredWeight:
         ) from None
 
 
-def _fill(shape: tuple[int, ...], fill: Fill) -> NDArray[np.float32]:
-    """Returns a computed weight that no checkpoint contains."""
-    if isinstance(fill, Growth):
-        steps = (np.arange(shape[0]) + fill.shift) // fill.floor
-        return (1 + fill.slope * np.log1p(steps))[:, None].astype(np.float32)
-    if isinstance(fill, Impulse):
-        table = np.full(shape, fill.off, np.float32)
-        table[fill.row] = 0
-        return table
-    if isinstance(fill, Selection):
-        chosen: NDArray = np.arange(shape[1]) == np.array(fill.columns)[:, None]
-        return chosen.astype(np.float32)
-    if isinstance(fill, PowerGrowth):
-        grown = (np.arange(shape[0]) + fill.shift) / fill.start
-        return np.exp(fill.exponent * np.log1p(grown))[:, None].astype(np.float32)
-    if not isinstance(fill, Sinusoids):
-        return np.full(shape, np.asarray(fill, np.float32), np.float32)
-    num_rows, width = shape
-    dtype: Any = np.float32 if fill.in_single else np.float64
-    step = np.full(1, -math.log(10000) / fill.denominator, dtype)
-    frequencies = np.exp(np.arange(width // 2).astype(dtype) * step)
-    angles = np.arange(num_rows).astype(dtype)[:, None] * frequencies
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
-
-
 def _repack(parts: Sequence[StoredWeight], weight: Weight) -> StoredWeight:
     """Returns a weight in its own shape, built from the checkpoint's tensors."""
     first, *others = (part.packed().codes if part.is_float else part.dequantize() for part in parts)
     if weight.stored_as in ("row", "planes"):
         reshaped = first.reshape(weight.shape)
     elif weight.stored_as == "heads":
-        reshaped = np.concatenate([first.reshape(-1), *others])
+        reshaped = np.concatenate([first.reshape(-1), *others]).reshape(weight.shape)
+    elif weight.stored_as == "strided":
+        reshaped = _unfold(first, weight.kernel[0]).reshape(weight.shape)
     elif weight.stored_as == "tap":
         reshaped = first[:, :, weight.tap]
     else:
@@ -458,3 +429,18 @@ def _repack(parts: Sequence[StoredWeight], weight: Weight) -> StoredWeight:
         run[:, :-1] = first.transpose(0, 2, 1).reshape(outputs, -1)
         run[:, -1] = others[0]
     return PackedWeight.plain(np.ascontiguousarray(reshaped))
+
+
+def _unfold(kernel: NDArray[Any], num_bands: int) -> NDArray[Any]:
+    """Returns a strided convolution `[out, in, TAPS, TAPS]`, padded by one band, as a matrix
+    `[(num_bands + 1) // 2, out, TAPS, num_bands, in]`.
+    """
+    outputs, inputs, _, _ = kernel.shape
+    num_kept = -(-num_bands // 2)
+    made = np.zeros((num_kept, outputs, TAPS, num_bands, inputs), kernel.dtype)
+    for kept in range(num_kept):
+        for tap in range(TAPS):
+            band = 2 * kept - 1 + tap
+            if 0 <= band < num_bands:
+                made[kept, :, :, band] = kernel[:, :, :, tap].transpose(0, 2, 1)
+    return made

@@ -1,10 +1,9 @@
-"""Reads the audio of a prompt: decodes it, computes features and divides them into windows, each of
-which the tower computes by itself.
+"""Reads the audio of a prompt: decodes it, and computes its features (`features.py`) by windows,
+each of which the tower computes by itself.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.audio.audio_reader import (
-    MAX_SECONDS,
-    convolved_rows,
-    decode_sound,
-    resample_sound,
-)
-from octavo.audio.log_mel import HOP, RATE, LogMel
+from octavo.audio.audio_reader import decode_sound, resample_sound
+from octavo.audio.log_mel import RATE
 from octavo.engine.protocol.step import MediaContent, MediaItem
+from octavo.media.features import SoundFeatures
 from octavo.media.limits import ImageLimits, check_bytes, check_count
 from octavo.media.sources import read_own_file, read_source
 from octavo.text.ports import AudioSource, DecodedMedia
@@ -32,20 +27,16 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAudioReader:
-    """Reads audio for models with Whisper's encoder."""
+    """Reads audio for one model."""
 
     limits: ImageLimits
+    features: SoundFeatures
     token_id: int
-    """Placeholder token of an audio, and of each of its rows."""
-    num_bands: int
-    window_frames: int
-    """Log-mel frames of a window, 100 per second."""
+    """Placeholder token of an audio."""
+    row_id: int
+    """Token of each of its rows."""
     rows_per_token: int
-    """Rows of the encoder, 50 per second, that form one row of the decoder."""
-    is_padded: bool
-    """Whether audio is padded with silence to whole windows, of which it may have several; False:
-    one window, whose silence at the end has no rows.
-    """
+    """Rows of the encoder that form one row of the decoder."""
     replacements: Mapping[str, str] = field(default_factory=dict)
     """Placeholder texts in a prompt and their replacements."""
 
@@ -62,7 +53,7 @@ class PromptAudioReader:
             count = content.height // self.rows_per_token
             first = len(decoded.token_ids)
             decoded.media.append(MediaItem(content.digest, first, count, (1, count)))
-            decoded.token_ids.extend([self.token_id] * count)
+            decoded.token_ids.extend([self.row_id] * count)
             decoded.pixels.append(content)
         return decoded
 
@@ -86,7 +77,7 @@ class PromptAudioReader:
                 " samples, (array, rate), or a string with a data URL",
                 "read the file with soundfile.read",
             )
-        return decode_sound(data, RATE, max_seconds=self._max_seconds, noun="audio")
+        return decode_sound(data, RATE, max_seconds=self.features.max_seconds, noun="audio")
 
     def _resample(self, samples: NDArray[Any], rate: object) -> NDArray[np.float32]:
         if samples.ndim != 1 or samples.dtype.kind != "f" or not len(samples):
@@ -100,30 +91,22 @@ class PromptAudioReader:
             raise self.limits.error("its samples contain NaN or infinity", "check the array")
         return resample_sound(samples.astype(np.float32), float(rate), RATE)
 
-    @property
-    def _max_seconds(self) -> float:
-        return MAX_SECONDS if self.is_padded else self.window_frames * HOP / RATE
-
     def _cut(self, samples: NDArray[np.float32]) -> Iterator[MediaContent]:
         """Yields the encoder's input of each window."""
-        num_frames = -(-len(samples) // HOP)
-        num_windows = max(1, -(-num_frames // self.window_frames))
-        if not self.is_padded and num_windows > 1:
+        seconds, longest = len(samples) / RATE, self.features.max_seconds
+        if seconds > longest:
             raise self.limits.error(
-                f"got {len(samples) / RATE:.1f} s, expected at most {self._max_seconds:.0f} s",
+                f"got {seconds:.1f} s, expected at most {longest:.0f} s",
                 "split the audio into several parts",
             )
-        log_mel = LogMel(self.num_bands, num_windows * self.window_frames)
-        frames = log_mel.features(samples).reshape(num_windows, self.window_frames, -1)
-        count = self.window_frames // 2 if self.is_padded else math.ceil(num_frames / 2)
-        if count < self.rows_per_token:
-            raise self.limits.error(
-                f"got {len(samples) / RATE:.3f} s, expected at least"
-                f" {self.rows_per_token * 2 * HOP / RATE} s",
-                "send more of the audio",
-            )
-        for window in frames:
-            rows = convolved_rows(window)[:count].astype("<f4")
+        for window in self.features.windows(samples):
+            if len(window) < self.rows_per_token:
+                raise self.limits.error(
+                    f"got {seconds:.3f} s, expected at least"
+                    f" {self.rows_per_token * self.features.row_seconds} s",
+                    "send more of the audio",
+                )
+            rows = window.astype("<f4")
             digest = blake2b(digest_size=DIGEST_BYTES, person=b"octavo audio")
             digest.update(struct.pack("<2Q", *rows.shape))
             digest.update(rows.tobytes())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from octavo.models.hf_config import HfConfig
 
 AUDIO, PROJECTED = "audio", "audio_projector"
-"""Programs of an audio's rows, in execution order: the encoder, which has a row for each 20 ms, and
-the projector, which has one for each token. The first is also the encoder's cache group."""
+"""Programs of an audio's rows, in execution order: the encoder, which has a row for each 20 or 40
+ms, and the projector, which has one for each token. The first is also the encoder's cache group."""
 
 AUDIO_TOWER = (AUDIO, PROJECTED)
 
@@ -22,17 +23,19 @@ class AudioLayout:
     num_bands: int
     """Mel bands of a frame."""
     window_rows: int
-    """Rows of a window, which the encoder computes by itself; a row takes two frames."""
+    """Most rows of a window, which the encoder computes by itself."""
     rows_per_token: int
     """Rows of the encoder that form one row of the decoder."""
     is_padded: bool
     """Whether audio is padded with silence to whole windows, of which it may have several; False:
     one window, whose silence at the end has no rows.
     """
-
-    @property
-    def window_frames(self) -> int:
-        return 2 * self.window_rows
+    features: Literal["whisper", "usm"] = "whisper"
+    """Kind of the log-mel features; a row takes two frames of Whisper's, four of USM's."""
+    row_id: int | None = None
+    """Token of an audio row in prompts; None: `token_id`."""
+    written: tuple[int, ...] = ()
+    """Tokens that replace the placeholder in a prompt, including it once; (): only itself."""
 
 
 def audio_config(config: HfConfig) -> HfConfig:

@@ -1,19 +1,21 @@
-"""Gemma 4 with images: a vision transformer with norms around each sublayer, whose rows are
-averaged per cell, and the decoder of `gemma4_text.py`.
+"""Gemma 4 with images and audio: a vision transformer with norms around each sublayer, whose rows
+are averaged per cell, the audio tower of `gemma4_audio.py` and the decoder of `gemma4_text.py`.
 
-Gemma team 2026. Not supported: the audio tower, and images of the larger models, whose image tokens
-attend to one another.
+Gemma team 2026. Not supported: images of the larger models, whose image tokens attend to one
+another.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from octavo.api.errors import UnsupportedModel
+from octavo.models import gemma4_audio
+from octavo.models.audio import AudioLayout
+from octavo.models.clipped_linears import ClippedLinears
 from octavo.models.config_keys import TOWERS
 from octavo.models.gemma4_text import build_gemma4
-from octavo.models.gemma_parts import add_constant, scale_columns
+from octavo.models.gemma_parts import scale_columns
 from octavo.models.hf_config import HfConfig
 from octavo.models.vision import (
     IMAGE,
@@ -35,16 +37,27 @@ TOKENS = 280
 
 def build(config: HfConfig) -> dict[str, Program]:
     config.without_effect(*TOWERS)
-    decoder = build_gemma4(config, has_media=image_layout(config) is not None)
-    if image_layout(config) is None:
-        return decoder
+    sees, hears = image_layout(config) is not None, bool(config.table("audio_config"))
+    programs = build_gemma4(config, has_media=sees or hears)
+    if sees:
+        programs |= _build_vision(config)
+    if hears:
+        programs |= gemma4_audio.build_audio(config)
+    return programs
+
+
+def audio_layout(config: HfConfig) -> AudioLayout:
+    return gemma4_audio.audio_layout(config)
+
+
+def _build_vision(config: HfConfig) -> dict[str, Program]:
     vision = vision_config(config)
-    tower = _Tower.read(vision, _Clips.read(config, vision)).build()
+    tower = _Tower.read(vision, ClippedLinears.read(config, vision)).build()
     projector = _projector(config, vision)
     vision.without_effect("pooling_kernel_size", "rope_theta", "global_head_dim")
     vision.without_effect("default_output_length")  # the image processor's file decides
     refuse_unread_vision(vision)
-    return {**decoder, "vision": tower, "projector": projector}
+    return {"vision": tower, "projector": projector}
 
 
 def image_layout(config: HfConfig) -> ImageLayout | None:
@@ -77,45 +90,12 @@ def image_layout(config: HfConfig) -> ImageLayout | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Clips:
-    """Bounds of the inputs and outputs of linear layers, which the checkpoint's files contain."""
-
-    bounds: dict[str, list[float]]
-    """Lowest and highest input, lowest and highest output, by module."""
-
-    @staticmethod
-    def read(config: HfConfig, part: HfConfig) -> _Clips:
-        bounds = config.table("clip_bounds")  # checkpoints add this key
-        return _Clips(bounds if part.flag("use_clipped_linears", False) else {})
-
-    def linear(self, b: Builder, x: Value, name: str, width: int) -> Value:
-        """Appends a linear layer with clipped inputs and outputs."""
-        low, high, least, most = self.bounds.get(name, [-math.inf, math.inf] * 2)
-        out = b.linear(_clip(b, x, low, high), f"{name}.linear", width)
-        return _clip(b, out, least, most)
-
-
-def _clip(b: Builder, x: Value, low: float, high: float) -> Value:
-    """Limits x to a range, which may have no bounds."""
-    if (low, high) == (-math.inf, math.inf):
-        return x
-    if not low < high < math.inf or low == -math.inf:
-        raise UnsupportedModel(
-            f"model.safetensors: bounds of a linear layer are {low} and {high}, expected two"
-            " finite numbers in ascending order"
-        )
-    middle = (low + high) / 2
-    clipped = b.clip(add_constant(b, x, -middle), (high - low) / 2)
-    return add_constant(b, clipped, middle)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tower:
     """The transformer over an image's patches."""
 
     vision: HfConfig
-    clips: _Clips
+    clips: ClippedLinears
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -125,7 +105,7 @@ class _Tower:
     """Tables of both halves of a head, which rotate by column and by row."""
 
     @staticmethod
-    def read(vision: HfConfig, clips: _Clips) -> _Tower:
+    def read(vision: HfConfig, clips: ClippedLinears) -> _Tower:
         num_heads, dim = vision.size("num_attention_heads", 12), vision.size("head_dim", 64)
         num_kv_heads = vision.size("num_key_value_heads", 12)
         if num_heads % num_kv_heads or dim % 4:

@@ -69,7 +69,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "gemma3": ModelFamily("Gemma 3 with images"),
     "gemma3_text": ModelFamily("Gemma 3"),
     "gemma3n_text": ModelFamily("Gemma 3n"),
-    "gemma4": ModelFamily("Gemma 4 with images"),
+    "gemma4": ModelFamily("Gemma 4 with images and audio"),
     "gemma4_text": ModelFamily("Gemma 4"),
     "gemma4_unified": ModelFamily("Gemma 4 12B, text only"),
     "glm": ModelFamily("GLM-4 9B"),

@@ -391,10 +391,10 @@ class Attention(Op):
 
 @dataclass(frozen=True, slots=True)
 class HeadLinear(Op):
-    """Per-head matmul: out[t, h] = W[h] x[t, h], followed by the columns tail[t, h].
+    """Matmul of each head: out[t, h] = W[h] x[t, h], followed by the columns tail[t, h].
 
     `weight` stacks the rows of all heads' matrices, or of W[h]^T if `transposed`. `x [T, H * in]`,
-    `tail [T, H * n]`, `out [T, H * (out + n)]`. Added by the pass `absorb_latents`.
+    `tail [T, H * n]`, `out [T, H * (out + n)]`.
     """
 
     x: Value

@@ -122,16 +122,33 @@ class Impulse:
     off: float
 
 
+@dataclass(frozen=True, slots=True)
+class Harmonics:
+    """Matrix that turns a function's values at 0 to period - 1 into amplitudes a and b: f(d) = sum
+    over m of a_m cos(w_m d) - b_m sin(w_m d), with w_m = 2 pi m / period.
+
+    The columns are the values; the rows are the amplitudes a of `num_pairs` frequencies from 0 on,
+    then b, once per head. Amplitudes beyond period / 2 are 0.
+    """
+
+    num_pairs: int
+
+
 TAPS = 3
 """Taps of a convolution over time."""
 
-StoredAs = Literal["", "row", "heads", "planes", "tap", "run"]
+StoredAs = Literal["", "row", "heads", "planes", "tap", "run", "strided"]
 """Checkpoint layout of a weight with a different shape: `row`: `[1, n]`; `planes`: rows in planes,
 `[kernel[0], n, in]`; `tap`: one tap of a convolution `[out, in, TAPS]`; `run`: such a convolution
-with a bias, applied to one of TAPS runs of rows and a 1, `[out, TAPS * (TAPS * in + 1)]`."""
+with a bias, applied to one of TAPS runs of rows and a 1, `[out, TAPS * (TAPS * in + 1)]`;
+`strided`: a convolution `[out, in, TAPS, TAPS]` over time and bands, which skips every other band,
+as a matrix from TAPS rows of bands of channels to a row of bands of channels; `kernel` is (bands,
+in)."""
 
 
-Fill = float | tuple[float, ...] | Sinusoids | Growth | PowerGrowth | Selection | Impulse
+Fill = (
+    float | tuple[float, ...] | Sinusoids | Growth | PowerGrowth | Selection | Impulse | Harmonics
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +250,12 @@ class Weight:
                 return (Weight(first, (self.shape[0] // self.kernel[0], *self.kernel)),)
             return tuple(Weight(name, self.kernel) for name in self.sources)
         outputs, inputs = self.shape
-        if self.stored_as == "tap":
-            return (Weight(first, (outputs, inputs, TAPS)),)
+        if self.stored_as in ("tap", "strided"):
+            shape: tuple[int, ...] = (outputs, inputs, TAPS)
+            if self.stored_as == "strided":
+                bands, channels = self.kernel
+                shape = (outputs // -(-bands // 2), channels, TAPS, TAPS)
+            return (Weight(first, shape),)
         num_inputs = (inputs // TAPS - 1) // TAPS
         return (
             Weight(first, (outputs, num_inputs, TAPS)),

@@ -16,6 +16,7 @@ def http(tmp_path_factory):
     server = LiveServer(
         str(hearing_model("qwen2_audio").path),
         *("--served-model-name=tiny", f"--media-dir={folder}", "--max-audio-bytes=30000"),
+        f"--state-dir={tmp_path_factory.mktemp('state')}",
     )
     with server.http() as client:
         yield client
@@ -61,3 +62,28 @@ def test_what_cannot_be_read_is_refused(http, sent, said, param):
     error = response.json()["error"]
     assert response.status_code == 400
     assert said in error["message"] and param in error["param"]
+
+
+def respond(http, *content, **fields):
+    body = {"model": "tiny", "input": [{"role": "user", "content": list(content)}]}
+    return http.post(
+        "/v1/responses", json=body | {"max_output_tokens": 16, "temperature": 0, **fields}
+    )
+
+
+def test_responses_hear_what_chats_hear(http):
+    sent, asked = part(encoded(sound(0))), {"type": "input_text", "text": "What is said?"}
+    heard = chat(http, sent).json()["choices"][0]["message"]["content"]
+    first = respond(http, sent, asked).json()
+    assert first["output"][0]["content"][0]["text"].startswith(heard)
+    items = http.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    assert sent in items[0]["content"]
+    earlier = {"previous_response_id": first["id"]}
+    again = respond(http, {"type": "input_text", "text": "Again?"}, **earlier)
+    assert again.status_code == 200, again.text
+    counts = [one["usage"]["input_tokens"] for one in (first, again.json())]
+    assert counts[1] > counts[0] + 16, "the conversation contains the audio"
+    refused = respond(http, {"type": "input_audio", "input_audio": {"data": "AA"}}, asked)
+    assert refused.status_code == 400 and "audio: " in refused.json()["error"]["message"]
+    refused = respond(http, {"type": "input_audio"}, asked)
+    assert "expected an object with data and format" in refused.json()["error"]["message"]

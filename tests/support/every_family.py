@@ -24,8 +24,8 @@ from tests.support.tiny_models import (
 from tests.support.tiny_other_shapes import AUDIO_TEXT, CONFIGS, ENCODERS, IMAGE_TEXT, TEXT_ONLY
 from tests.support.tiny_shapes import ENCODER_DECODERS
 
-NESTED = tuple(name for name in IMAGE_TEXT if ":" not in name)
-"""Families of a vision tower and the decoder of another family."""
+NESTED = tuple(name for name in IMAGE_TEXT | AUDIO_TEXT if ":" not in name)
+"""Families of a tower and the decoder of another family."""
 EVERY_FAMILY = tuple(
     sorted(
         {
@@ -34,7 +34,6 @@ EVERY_FAMILY = tuple(
             *ENCODER_DECODERS,
             *CONFIGS,
             *NESTED,
-            *AUDIO_TEXT,
             *TEXT_ONLY,
             "mistral",
         }

@@ -16,7 +16,16 @@ from tests.support.tiny_models import TinyModel, tiny_model
 from tests.support.tiny_other_shapes import AUDIO_TEXT, IMAGE_ID
 from tests.support.tiny_tokenizer import save_tiny_tokenizer
 
-PLACES = {"qwen2_audio": "<|AUDIO|>", "voxtral": "[AUDIO]"}
+WORDS = {
+    "qwen2_audio": ("<|AUDIO|>",),
+    "voxtral": ("[AUDIO]",),
+    "gemma4:audio": (
+        *("<|audio|>", "<|audio>", "<audio|>"),
+        *("<|image|>", "<|image>", "<image|>", "<|video|>"),
+    ),
+}
+"""Special tokens of each family from IMAGE_ID on."""
+PLACES = {family: words[0] for family, words in WORDS.items()}
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}:{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for part in m.content %}{% if part.type == 'audio' %}AUDIO"
@@ -28,13 +37,14 @@ TEMPLATE = (
 @cache
 def hearing_model(family: str) -> TinyModel:
     """Returns the tiny model of a family, with its tokenizer."""
-    tiny = tiny_model(family, **AUDIO_TEXT[family])
+    tiny = tiny_model(family.partition(":")[0], **AUDIO_TEXT[family])
     save_tiny_tokenizer(tiny.path)
     file = str(tiny.path / "tokenizer.json")
     tokenizer = Tokenizer.from_file(file)
     missing = IMAGE_ID - tokenizer.get_vocab_size()
     tokenizer.add_tokens([f"<unused{index}>" for index in range(missing)])
-    tokenizer.add_special_tokens([AddedToken(PLACES[family], special=True, normalized=False)])
+    words = [AddedToken(word, special=True, normalized=False) for word in WORDS[family]]
+    tokenizer.add_special_tokens(words)
     tokenizer.save(file)
     settings_file = Path(tiny.path / "tokenizer_config.json")
     settings = json.loads(settings_file.read_text())

@@ -270,7 +270,7 @@ AUDIO_TEXT: dict[str, dict[str, Any]] = {
         "audio_token_id": IMAGE_ID,
     },
 }
-"""Models of `audio_text.py`. A window is 0.48 s long."""
+"""Models that read audio. A window of those of `audio_text.py` is 0.48 s long."""
 
 GEMMA4_TEXT = {
     **TEXT,
@@ -300,6 +300,30 @@ IMAGE_TEXT |= {
         "text_config": GEMMA4_TEXT | {"hidden_size_per_layer_input": 0},
         "vision_config": GEMMA4_VISION | {"standardize": True},
         **GEMMA4_TOKENS,
+    },
+}
+GEMMA4_AUDIO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [8, 4],
+    "output_proj_dims": 40,
+    "attention_chunk_size": 3,
+    "attention_context_left": 4,
+}
+AUDIO_TEXT |= {
+    "gemma4:audio": {
+        "text_config": GEMMA4_TEXT
+        | {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 20},
+        "vision_config": GEMMA4_VISION,
+        "audio_config": GEMMA4_AUDIO,
+        "audio_token_id": IMAGE_ID,
+        "boa_token_id": 301,
+        "eoa_token_index": 302,
+        "image_token_id": 303,
+        "boi_token_id": 304,
+        "eoi_token_id": 305,
+        "video_token_id": 306,
     },
 }
 TEXT_ONLY: dict[str, dict[str, Any]] = {

@@ -230,6 +230,21 @@ def position_scores(op: family_ops.PositionScores, step: ReferenceStep) -> Made:
     return (np.stack(heads, axis=1).reshape(len(x), op.out.width),)
 
 
+def head_linear(op: ops.HeadLinear, step: ReferenceStep) -> Made:
+    num_heads, num_out, _ = op.shape
+    x = step.get(op.x)
+    matrices = step.weights[op.weight].reshape(num_heads, -1, op.weight.shape[1])
+    inputs = np.split(x, num_heads, axis=1)
+    heads = [
+        matvecs(matrix.T if op.transposed else matrix, rows)
+        for matrix, rows in zip(matrices, inputs, strict=True)
+    ]
+    out = np.stack(heads, axis=1).reshape(len(x), num_heads, num_out)
+    if op.tail is not None:
+        out = np.concatenate([out, step.get(op.tail).reshape(len(x), num_heads, -1)], axis=-1)
+    return (out.reshape(len(x), op.out.width),)
+
+
 def prefetch_neurons(op: ops.PrefetchNeurons, step: ReferenceStep) -> Made:
     """Does nothing: all weights are in memory."""
     return ()
@@ -450,6 +465,7 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, ReferenceStep], Made]] = {
     ops.Clip: clip,
     **FAMILY_FORMULAS,
     family_ops.PositionScores: position_scores,
+    ops.HeadLinear: head_linear,
     ops.Act: act,
     ops.ActMul: act_mul,
     ops.Rope: rope,

@@ -234,6 +234,17 @@ def position_scores(op: family_ops.PositionScores, step: Step) -> Made:
     return (scores.to(step.dtype).reshape(len(x), op.out.width),)
 
 
+def head_linear(op: ops.HeadLinear, step: Step) -> Made:
+    num_heads, _, num_in = op.shape
+    x = step.get(op.x).view(-1, num_heads, num_in)
+    matrices = step.weights.vector(op.weight).view(num_heads, -1, op.weight.shape[1])
+    terms = "thi,hio->tho" if op.transposed else "thi,hoi->tho"
+    out = torch.einsum(terms, x.float(), matrices).to(step.dtype)
+    if op.tail is not None:
+        out = torch.cat([out, step.get(op.tail).view(len(x), num_heads, -1)], dim=-1)
+    return (out.reshape(len(x), op.out.width),)
+
+
 def kv_write(op: ops.KvWrite, step: Step) -> Made:
     group_index = step.program.group_index(op.group)
     tensors, slots = step.kv[group_index], step.inputs["slots"][group_index]
@@ -300,6 +311,7 @@ ROW_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {
     family_ops.Concat: concat,
     family_ops.SelectColumns: columns,
     family_ops.PositionScores: position_scores,
+    ops.HeadLinear: head_linear,
     ops.Act: act,
     ops.ActMul: act_mul,
     ops.Rope: rope,

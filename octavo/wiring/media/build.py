@@ -16,6 +16,7 @@ from octavo.config.paths import expand_path, path_exists
 from octavo.engine.protocol.prompt_limits import PromptLimits
 from octavo.executor.base import Backend, BackendOptions, Footprint
 from octavo.executor.kv import BLOCK_SIZE
+from octavo.media.features import SoundFeatures, UsmFeatures, WhisperFeatures
 from octavo.media.limits import ImageLimits
 from octavo.media.prompt_embeds import PromptEmbedsReader
 from octavo.media.prompt_media import PromptMediaReader
@@ -89,15 +90,23 @@ def make_embeds_reader(
 def _audio_reader(
     layout: AudioLayout, tokenizer: Tokenizer | None, limits: ImageLimits
 ) -> PromptAudioReader:
-    token = None if tokenizer is None else tokenizer.token_text(layout.token_id)
+    if layout.features == "usm":
+        features: SoundFeatures = UsmFeatures(layout.num_bands, layout.window_rows)
+    else:
+        features = WhisperFeatures(layout.num_bands, layout.window_rows, layout.is_padded)
+    replacements = {}
+    if tokenizer is not None:
+        written = layout.written or (layout.token_id,)
+        replacements[tokenizer.token_text(layout.token_id)] = "".join(
+            map(tokenizer.token_text, written)
+        )
     return PromptAudioReader(
         limits=limits,
+        features=features,
         token_id=layout.token_id,
-        num_bands=layout.num_bands,
-        window_frames=layout.window_frames,
+        row_id=layout.token_id if layout.row_id is None else layout.row_id,
         rows_per_token=layout.rows_per_token,
-        is_padded=layout.is_padded,
-        replacements={} if token is None else {token: token},
+        replacements=replacements,
     )
 
 

@@ -85,6 +85,7 @@ class ItemPart(BodyPart):
     text: str | None = None
     refusal: str | None = None
     image_url: Any = None
+    input_audio: Any = None
     detail: str | None = accepted("a string")
     annotations: list[Any] | None = accepted("a list")
     logprobs: list[Any] | None = accepted("a list")

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from octavo.api.errors import InvalidRequest
+from octavo.frontend.media import input_audio_url
 from octavo.server.ignored import IgnoredFields
-from octavo.server.images import Content, image_part, join_parts, text_part, url_source
+from octavo.server.images import Content, audio_part, image_part, join_parts, text_part, url_source
 from octavo.server.notes import describe_unread
 from octavo.server.openai.responses.body import InputItem, ItemPart
 from octavo.server.openai.responses.output import call_item, output_part
@@ -18,7 +19,9 @@ from octavo.server.tool_use import check_role, parse_arguments
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Roles of items, and the chat template's roles."""
 
-UNREAD = ("input_audio", "input_file")
+MEDIA = ("input_image", "input_audio")
+"""Types of parts that only users send."""
+UNREAD = ("input_file",)
 """Types of parts that are not supported."""
 REFERENCE = "item_reference"
 """Type of an input item that refers to an output item of a stored response."""
@@ -42,9 +45,10 @@ def _note_unread(item: InputItem, where: str, ignored: IgnoredFields) -> None:
     """Replaces unsupported parts of an item by notes."""
     for name in ("content", "output"):
         for index, part in enumerate(getattr(item, name) or ()):
-            is_image = part.type == "input_image" if isinstance(part, ItemPart) else False
-            is_odd_image = is_image and name == "content" and item.role != "user"
-            if isinstance(part, ItemPart) and (part.type in UNREAD or is_odd_image):
+            if not isinstance(part, ItemPart):
+                continue
+            is_odd = part.type in MEDIA and name == "content" and item.role != "user"
+            if part.type in UNREAD or is_odd:
                 path = f"{where}.{name}"
                 ignored.add(f"{path}[{index}]", shown_as=f"{path}[type={part.type}]")
                 part.text = describe_unread(part.type)
@@ -104,6 +108,8 @@ def _content(parts: Iterable[dict[str, Any]]) -> Content:
 def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
     if part["type"] == "input_image":
         return image_part(part["image_url"])
+    if part["type"] == "input_audio":
+        return audio_part(input_audio_url(part["input_audio"], "input_audio"))
     return text_part(_text(part))
 
 
@@ -205,12 +211,13 @@ def _parts(item: InputItem, where: str) -> list[dict[str, Any]]:
 
 
 def _any_part(part: ItemPart, where: str, role: str) -> dict[str, Any]:
-    return _image(part, where, role) if part.type == "input_image" else _part(part, where)
-
-
-def _image(part: ItemPart, where: str, role: str) -> dict[str, Any]:
+    if part.type not in MEDIA:
+        return _part(part, where)
     check_role(role, "user", where)
-    return {"type": "input_image", "image_url": url_source(part.image_url, where)}
+    if part.type == "input_image":
+        return {"type": "input_image", "image_url": url_source(part.image_url, where)}
+    input_audio_url(part.input_audio, f"{where}.input_audio")  # raises for an invalid one
+    return {"type": "input_audio", "input_audio": part.input_audio}
 
 
 def _part(part: ItemPart, where: str) -> dict[str, Any]:
@@ -222,6 +229,6 @@ def _part(part: ItemPart, where: str) -> dict[str, Any]:
         return {"type": "refusal", "refusal": part.refusal}
     raise InvalidRequest(
         f"{where}: got a part of type {part.type!r}, expected 'input_text' or 'output_text'"
-        " with a text, 'input_image' or 'refusal'",
+        " with a text, 'input_image', 'input_audio' or 'refusal'",
         param=where,
     )
