@@ -8,7 +8,7 @@ Gulati et al. 2020 (Conformer); Dai et al. 2019 (attention to relative positions
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.api.errors import UnsupportedModel
 from octavo.models.audio import AUDIO, PROJECTED, AudioLayout, audio_config
@@ -146,11 +146,11 @@ class _Tower:
     def build(self) -> Program:
         dim, heads = self.head_dim, self.num_heads
         key_width = 2 * self.num_pairs + dim
+        keys = CacheGroup(AUDIO, "window", KEPT_LAYERS, heads, key_width, dim)
+        rows = CacheGroup(CONVOLVED, "conv", KEPT_LAYERS, 1, self.width, 0)
         groups = (
-            CacheGroup(
-                AUDIO, "window", KEPT_LAYERS, heads, key_width, dim, self.window, one_step=True
-            ),
-            CacheGroup(CONVOLVED, "conv", KEPT_LAYERS, 1, self.width, 0, self.taps, one_step=True),
+            replace(keys, window=self.window, one_step=True),
+            replace(rows, window=self.taps, one_step=True),
         )
         b = Builder(AUDIO, groups)
         x = self._convolve(b)
@@ -222,7 +222,8 @@ class _Tower:
         The latter are a function of the distance, so they are a sum of waves, each of which is the
         product of a query column pair and a key column pair that RoPE rotates by their positions.
         """
-        width, heads, kept = self.width, self.num_heads, i % KEPT_LAYERS
+        width, heads = self.width, self.num_heads
+        kept = i % KEPT_LAYERS
         q, k, v = (self.clips.linear(b, x, f"{name}.{part}_proj", width) for part in "qkv")
         q = b.mul(q, self._query_factors(b, x, name))
         k = b.scale(k, KEY_SCALE)
@@ -238,7 +239,8 @@ class _Tower:
             )
         )
         pairs = self.num_pairs
-        rows, one = 2 * pairs * heads, ((0,) * pairs + (-1,) * pairs) * heads
+        rows = 2 * pairs * heads
+        one = ((0,) * pairs + (-1,) * pairs) * heads
         waves = Weight(f"{MODULE}.waves", (rows, self.window), fill=Harmonics(pairs))
         q = self._lead(b, scores, waves, q)
         k = self._lead(b, ones, Weight(f"{MODULE}.one", (rows, 1), fill=Selection(one)), k)
