@@ -63,7 +63,7 @@ def audio_layout(config: HfConfig) -> AudioLayout:
 def build_audio(config: HfConfig) -> dict[str, Program]:
     """Returns the Programs of the tower and of its projector."""
     sound = audio_config(config)
-    tower = _Tower.read(sound, ClippedLinears.read(config, sound)).build()
+    tower = _Conformer.read(sound, ClippedLinears.read(config, sound)).build()
     b = Builder(PROJECTED)
     x = b.input_rows(sound.size("output_proj_dims", 1536))
     eps = sound.number("rms_norm_eps", 1e-6)
@@ -87,7 +87,7 @@ def _channels(sound: HfConfig) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tower:
+class _Conformer:
     """The layers of a config."""
 
     sound: HfConfig
@@ -102,7 +102,7 @@ class _Tower:
     """Limit of the magnitude of activations."""
 
     @staticmethod
-    def read(sound: HfConfig, clips: ClippedLinears) -> _Tower:
+    def read(sound: HfConfig, clips: ClippedLinears) -> _Conformer:
         width = sound.size("hidden_size", 1024)
         num_heads = sound.size("num_attention_heads", 8)
         chunk = sound.integer("attention_chunk_size", 12, low=1)
@@ -117,7 +117,7 @@ class _Tower:
         sound.refuse_unless("attention_context_right", 0)
         sound.without_effect("attention_context_right")
         limit = sound.positive("gradient_clipping", UNLIMITED)
-        return _Tower(
+        return _Conformer(
             sound=sound,
             clips=clips,
             width=width,

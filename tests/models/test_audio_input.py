@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from transformers import Gemma4AudioFeatureExtractor, WhisperFeatureExtractor
 from transformers.models.whisper import feature_extraction_whisper
 
+from octavo.audio.usm_mel import usm_features
 from octavo.frontend.media import PromptWithMedia
 from octavo.text.ports import AudioSource
 from tests.models.test_images import SeeingRunner
@@ -56,7 +57,7 @@ def sounds(family: str, seeds: Sequence[int]) -> list[NDArray[np.float32]]:
 def features(family: str, seeds: Sequence[int]) -> dict[str, torch.Tensor]:
     """Returns the features of transformers' processors."""
     if family == "gemma4:audio":
-        return usm_features(sounds(family, seeds))
+        return gemma4_features(sounds(family, seeds))
     window = 2 * ROWS * 160
     extractor = WhisperFeatureExtractor(BANDS, chunk_length=30)
     extractor.n_samples, extractor.nb_max_frames = window, 2 * ROWS
@@ -83,18 +84,18 @@ def features(family: str, seeds: Sequence[int]) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def usm_features(sounds: Sequence[NDArray[np.float32]]) -> dict[str, torch.Tensor]:
-    extractor = Gemma4AudioFeatureExtractor(BANDS)
-    rounded = extractor(sounds)
-    found = []
-    for one, given, mask in zip(sounds, *rounded.values(), strict=True):
-        frames, _ = extractor._extract_spectrogram(one.astype(np.float64), np.ones(len(one)))
-        np.testing.assert_allclose(given[mask], frames, atol=1e-5)
-        found.append(torch.tensor(frames))
-    lengths = torch.tensor([len(one) for one in found])
-    padded = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
-    mask = torch.arange(padded.shape[1]) < lengths[:, None]
-    return {"input_features": padded, "input_features_mask": mask}
+def gemma4_features(sounds: Sequence[NDArray[np.float32]]) -> dict[str, torch.Tensor]:
+    """Returns our features, after comparing them with those of transformers, which are rounded."""
+    found = Gemma4AudioFeatureExtractor(BANDS)(sounds)
+    made = torch.zeros(np.shape(found["input_features"])).double()
+    for index, (samples, mask) in enumerate(zip(sounds, found["input_features_mask"], strict=True)):
+        frames = usm_features(samples, BANDS)
+        np.testing.assert_allclose(frames, found["input_features"][index][mask], atol=1e-5)
+        made[index, : len(frames)] = torch.tensor(frames)
+    return {
+        "input_features": made,
+        "input_features_mask": torch.tensor(np.array(found["input_features_mask"])),
+    }
 
 
 @pytest.mark.parametrize("backend", TOLERANCE)
