@@ -55,14 +55,14 @@ void bind_kv(nb::module_& m) {
         .def(
             "__init__",
             [](KvMemory* self, const std::vector<std::tuple<int, int, int, int, std::string, int>>& groups,
-               const std::vector<int>& by_blocks) {
+               const std::vector<int>& by_blocks, const std::vector<int>& nodes) {
                 std::vector<KvGroup> list;
                 for (const auto& [layers, heads, k_width, v_width, type, num_blocks] : groups)
                     list.push_back(make_kv_group(layers, heads, k_width, v_width, type, num_blocks));
                 for (const int group : by_blocks) list.at(group).by_blocks = true;
-                new (self) KvMemory(std::move(list));
+                new (self) KvMemory(std::move(list), nodes);
             },
-            "groups"_a, "by_blocks"_a = std::vector<int>())
+            "groups"_a, "by_blocks"_a = std::vector<int>(), "nodes"_a = std::vector<int>())
         .def(
             "spill_to",
             [](KvMemory& kv, int group, const std::vector<int>& layers, int file, int num_threads,

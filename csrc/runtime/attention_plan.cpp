@@ -20,7 +20,7 @@ void AttentionPlan::make(const Batch& batch, const KvGroup& kv, int threads, boo
     saved_keys = 0;
     if (share && rows_per_run > 1 && runs.size() > 1) share_prefixes(batch, rows_per_run);
     make_works(kv, threads);
-    order_items(kv.num_heads);
+    order_items(kv);
 }
 
 // Returns the rows of one set of lanes, or of kMaxSets sets if there are enough items then: the sets of an
@@ -159,13 +159,14 @@ void AttentionPlan::make_works(const KvGroup& kv, int threads) {
 }
 
 // Orders items by request, so that a thread gets rows that it has computed before, and within a request by
-// KV head, so that the keys that works of a head share stay in the cache.
-void AttentionPlan::order_items(int num_kv_heads) {
+// KV head, so that the keys that works of a head share stay in the cache. With heads on NUMA nodes, by KV head
+// first: each node has as many threads, so that the items of its heads are those of its threads.
+void AttentionPlan::order_items(const KvGroup& kv) {
     items.clear();
     const auto request = [&](const AttentionWork& w) { return w.shared ? -1 : runs[w.run].request; };
     for (int i = 0, end, count = static_cast<int>(works.size()); i < count; i = end) {
-        for (end = i + 1; end < count && request(works[end]) == request(works[i]);) end++;
-        for (int head = 0; head < num_kv_heads; head++)
+        for (end = i + 1; end < count && (kv.by_heads || request(works[end]) == request(works[i]));) end++;
+        for (int head = 0; head < kv.num_heads; head++)
             for (int work = i; work < end; work++) items.push_back(HeadWork{work, head});
     }
 }

@@ -78,7 +78,7 @@ struct AttentionPlan : AttentionShape {
     void pack(const std::vector<Sharer>& sharers, const Division& division, int rows_per_run);
     int choose_rows_per_run(const Batch& batch, const KvGroup& kv, int threads) const;
     void make_works(const KvGroup& kv, int threads);
-    void order_items(int num_kv_heads);
+    void order_items(const KvGroup& kv);
     static int common(const Sharer& a, const Sharer& b);
     static int64_t divide(const std::vector<Sharer>& sharers, size_t first, size_t last,
                           std::vector<Division>& out);

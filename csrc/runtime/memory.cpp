@@ -3,6 +3,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#ifdef __linux__
+#include <linux/mempolicy.h>
+#include <sys/syscall.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -43,6 +48,20 @@ void Memory::release(size_t offset, size_t bytes) {
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
 #endif
     if (!released) throw std::runtime_error("memory cannot be released");
+}
+
+void Memory::place([[maybe_unused]] size_t offset, [[maybe_unused]] size_t bytes, [[maybe_unused]] int node) {
+#ifdef __linux__
+    constexpr int kMaxNodes = 1024, kBits = 8 * sizeof(unsigned long);
+    if (node < 0 || node >= kMaxNodes) return;
+    unsigned long mask[kMaxNodes / kBits] = {};
+    mask[node / kBits] = 1ul << (node % kBits);
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(data_) + offset) / page * page;
+    const uintptr_t end = reinterpret_cast<uintptr_t>(data_) + offset + bytes;
+    // The kernel takes one bit less than it is told.
+    syscall(SYS_mbind, first, end - first, MPOL_PREFERRED, mask, kMaxNodes + 1, 0);
+#endif
 }
 
 std::shared_ptr<uint8_t> WeightMemory::allocate(size_t bytes) {

@@ -19,6 +19,9 @@ class Memory {
     size_t size() const { return size_; }
     // Releases the whole pages within these bytes to the system; they read as zeros afterwards.
     void release(size_t offset, size_t bytes);
+    // Lets the system commit pages of these bytes on a NUMA node, while that has room. Does nothing if the
+    // system does not allow it.
+    void place(size_t offset, size_t bytes, int node);
 
   private:
     uint8_t* data_;

@@ -4,8 +4,21 @@
 
 namespace octavo {
 
-KvMemory::KvMemory(std::vector<KvGroup> groups) : groups_(std::move(groups)), spills_(groups_.size()) {
+KvMemory::KvMemory(std::vector<KvGroup> groups, const std::vector<int>& nodes)
+    : groups_(std::move(groups)), spills_(groups_.size()) {
     for (const auto& g : groups_) memory_.push_back(std::make_unique<Memory>(g.memory_bytes(), true));
+    for (int group = 0; group < num_groups(); group++) divide_heads(group, nodes);
+}
+
+// Places each head's memory on the node of the threads that attend to it (AttentionPlan::order_items).
+void KvMemory::divide_heads(int group, const std::vector<int>& nodes) {
+    KvGroup& g = groups_[group];
+    const int num_nodes = static_cast<int>(nodes.size());
+    if (num_nodes < 2 || g.by_blocks || g.holds_states || g.num_heads % num_nodes) return;
+    g.by_heads = true;
+    const size_t bytes = static_cast<size_t>(g.num_heads / num_nodes) * g.num_blocks * g.head_bytes();
+    for (int part = 0; part < g.num_layers * num_nodes; part++)
+        memory_[group]->place(part * bytes, bytes, nodes[part % num_nodes]);
 }
 
 void KvMemory::spill_to(int group, const KvSpill::Source& source, std::vector<int> layers) {

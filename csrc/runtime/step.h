@@ -22,6 +22,7 @@ struct KvGroup {
     int num_blocks;
     bool holds_states = false;
     bool by_blocks = false;  // whether all heads of a block are adjacent, on pages of their own
+    bool by_heads = false;  // whether each NUMA node has the memory of some of the heads
 
     int v_padded() const { return padded_value_width(type, v_width); }
     size_t v_offset() const {
@@ -50,7 +51,9 @@ struct KvGroup {
 // MiB for SmolLM2 before its first token, and only whole pages can be released.
 class KvMemory {
   public:
-    explicit KvMemory(std::vector<KvGroup> groups);
+    // `nodes`: NUMA nodes of the threads, as many on each, in order. They divide the heads of each group whose
+    // heads can be divided evenly; none: the system places each page on the node that first writes it.
+    explicit KvMemory(std::vector<KvGroup> groups, const std::vector<int>& nodes = {});
     KvMemory(const KvMemory&) = delete;
     KvMemory& operator=(const KvMemory&) = delete;
     KvLayer layer(int group, int layer) const;
@@ -75,6 +78,7 @@ class KvMemory {
     }
 
   private:
+    void divide_heads(int group, const std::vector<int>& nodes);
     uint8_t* at(int group, int layer, int head, int block) const;
     void write_layer(int group, int layer, int block, const uint8_t* bytes);
 

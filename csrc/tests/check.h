@@ -39,6 +39,7 @@ inline bool same_bits(const Floats& a, const Floats& b) {
 }
 
 void test_thread_pool();
+void test_attention_plan();
 void test_step_run();
 void test_weight_stream(const std::string& directory);
 void test_neuron_cache(const std::string& directory);

@@ -14,6 +14,8 @@ namespace {
 void test_without_kernels(const std::string& directory) {
     test::test_thread_pool();
     std::printf("thread pool: ok\n");
+    test::test_attention_plan();
+    std::printf("attention plan: ok\n");
     test::test_step_run();
     std::printf("step run: ok\n");
     test::test_weight_stream(directory);

@@ -61,6 +61,10 @@ class BackendOptions:
     num_threads: int | None = None
     thread_groups: Sequence[Sequence[int]] = ()
     """CPUs of each group of threads that wait together (native); () for one group."""
+    numa_nodes: Sequence[int] = ()
+    """NUMA nodes of these groups, which divide the KV heads (native); () if the system shall place
+    each page.
+    """
     max_tokens: int = 2048
     """Number of rows in the largest step."""
     max_requests: int = 128

@@ -16,7 +16,7 @@ from octavo.executor.devices import choose_device
 from octavo.executor.ranks import Ranks
 from octavo.wiring.model_hooks import model_hooks
 from octavo.worker.machine import Machine
-from octavo.worker.numa import thread_groups
+from octavo.worker.numa import nodes_of_groups, thread_groups
 
 if TYPE_CHECKING:
     from octavo.executor.native.ranks import EngineRanks, SharedMemoryRanks
@@ -68,14 +68,15 @@ def backend_with(
 
 def _backend_options(config: EngineConfig) -> BackendOptions:
     assert config.model.max_model_len is not None, "derive() has set it"
+    machine, backend = Machine(), config.backend
+    groups = thread_groups(machine, backend.numa_bind_nodes, backend.threads or 1)
     return BackendOptions(
         dtype=config.model.dtype,
         kv_cache_dtype=config.cache.kv_cache_dtype,
         shared_prefix_attention=config.cache.shared_prefix_attention,
-        num_threads=config.backend.threads,
-        thread_groups=thread_groups(
-            Machine(), config.backend.numa_bind_nodes, config.backend.threads or 1
-        ),
+        num_threads=backend.threads,
+        thread_groups=groups,
+        numa_nodes=nodes_of_groups(machine, groups),
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,
         max_context=config.model.max_model_len,
@@ -83,10 +84,10 @@ def _backend_options(config: EngineConfig) -> BackendOptions:
         num_adapters=config.lora.num_slots,
         max_adapter_rank=config.lora.max_lora_rank,
         gpu_memory_utilization=config.cache.gpu_memory_utilization,
-        attention_backend=config.backend.attention_backend,
-        torch_kernels=config.backend.torch_kernels,
-        enforce_eager=config.backend.enforce_eager,
-        batch_invariant=config.backend.batch_invariant,
+        attention_backend=backend.attention_backend,
+        torch_kernels=backend.torch_kernels,
+        enforce_eager=backend.enforce_eager,
+        batch_invariant=backend.batch_invariant,
     )
 
 

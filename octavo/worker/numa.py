@@ -79,3 +79,12 @@ def thread_groups(
     return [
         sorted(itertools.chain(*cores[first:last])) for first, last in itertools.pairwise(bounds)
     ]
+
+
+def nodes_of_groups(machine: Machine, groups: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the NUMA nodes of `thread_groups`, in the order of the threads; [] if the groups are
+    not bound, or on a single node, or if the nodes have different numbers of cores.
+    """
+    nodes = machine.nodes()
+    equal = len({node.num_cores for node in nodes}) == 1
+    return [node.index for node in nodes] if any(groups) and equal and len(nodes) > 1 else []

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from octavo.worker.machine import NumaNode
-from octavo.worker.numa import thread_groups
+from octavo.worker.machine import Machine, NumaNode
+from octavo.worker.numa import nodes_of_groups, thread_groups
 from octavo.worker.numa_model import (
     REMOTE_HOP_S,
     REMOTE_READS,
@@ -98,3 +98,18 @@ def test_an_offline_core_leaves_groups_of_unequal_size(tmp_path):
     groups = thread_groups(simulated, None, simulated.num_threads())
     assert [len(cpus) // 2 for cpus in groups] == [7, 8, 8, 8, 8, 8, 8, 8]
     assert sorted(cpu for cpus in groups for cpu in cpus) == [*range(63), *range(64, 127)]
+
+
+def test_nodes_divide_the_heads_if_all_groups_are_bound(tmp_path):
+    simulated = many_cores(tmp_path, 64, 8)
+    assert nodes_of_groups(simulated, thread_groups(simulated, None, 64)) == [0, 1]
+    assert nodes_of_groups(simulated, thread_groups(simulated, "off", 64)) == []
+    assert nodes_of_groups(simulated, thread_groups(simulated, None, 40)) == []
+    assert nodes_of_groups(simulated, []) == []
+    rank = Machine(tmp_path, simulated.nodes()[1].cpus)
+    assert nodes_of_groups(rank, thread_groups(rank, None, 32)) == []
+
+
+def test_nodes_of_unequal_size_do_not_divide_the_heads(tmp_path):
+    simulated = many_cores(tmp_path, 64, 8, offline=63)
+    assert nodes_of_groups(simulated, thread_groups(simulated, None, 63)) == []

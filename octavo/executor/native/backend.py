@@ -316,7 +316,9 @@ class NativeBackend(Backend):
         ]
         by_blocks = [group for group, layout in enumerate(layouts) if layout.in_file]
         try:
-            memory: OnDemandKvCache = native_module().KvMemory(shapes, by_blocks)
+            memory: OnDemandKvCache = native_module().KvMemory(
+                shapes, by_blocks, self.options.numa_nodes
+            )
         except MemoryError:
             needed = sum(
                 layout.block_bytes * count
