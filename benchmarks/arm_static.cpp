@@ -57,8 +57,8 @@ void int8_rows(const TileRef& tile, const QuantizedRows& x, int64_t row, int32_t
 }
 #endif
 // Attention: four lanes.
-void scores_bf16(const LaneSet& set, int block) { block_scores<4, 1, Way::bf16>(set, 0, block, 0, 0); }
-void scores_int8(const LaneSet& set, int block) { block_scores<4, 1, Way::int16>(set, 0, block, 0, 0); }
-void values_bf16(const LaneSet& set, int last) { weigh_columns<4, 1, Way::bf16>(set, 0, 0, 0, last, 0); }
-void values_int8(const LaneSet& set, int last) { weigh_columns<4, 1, Way::int16>(set, 0, 0, 0, last, 0); }
+void scores_bf16(const LaneSet& set, int block) { block_scores<4, 1, Way::bf16, 16>(set, 0, block, 0, 0); }
+void scores_int8(const LaneSet& set, int block) { block_scores<4, 1, Way::int16, 8>(set, 0, block, 0, 0); }
+void values_bf16(const LaneSet& set, int last) { weigh_columns<4, 1, Way::bf16, 16>(set, 0, 0, 0, last, 0); }
+void values_int8(const LaneSet& set, int last) { weigh_columns<4, 1, Way::int16, 8>(set, 0, 0, 0, last, 0); }
 }
