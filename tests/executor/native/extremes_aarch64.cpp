@@ -38,6 +38,18 @@ int main() {
             expect<int32_t>("dot2_int16", dot2_int16(splat_i(0), pair(x), pair(y)),
                             static_cast<int32_t>(2u * static_cast<uint32_t>(x * y)));
         }
+    for (int first = -128; first < 128; first += 16) {
+        int8_t numbers[16];
+        float converted[16];
+        int32_t widened[16];
+        for (int i = 0; i < 16; i++) numbers[i] = static_cast<int8_t>(first + i);
+        store(converted, to_float(load_int8(numbers)));
+        store_i(widened, load_int8(numbers) & splat_i(-1));
+        for (int i = 0; i < 16; i++) {
+            expect<float>("load_int8", splat(converted[i]), static_cast<float>(first + i));
+            expect<int32_t>("load_int8", splat_i(widened[i]), first + i);
+        }
+    }
     const struct {
         uint16_t bits;
         float value;
