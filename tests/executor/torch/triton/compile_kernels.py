@@ -23,7 +23,11 @@ from octavo.executor.torch.triton.grouped_linear import ExpertTiles, grouped_lin
 from octavo.executor.torch.triton.matrix_tile import MatrixBytes
 from octavo.executor.torch.triton.merge import merge_kernel
 from octavo.executor.torch.triton.norm import norm_kernel
-from octavo.executor.torch.triton.packed_linear import packed_linear_kernel
+from octavo.executor.torch.triton.packed_linear import (
+    FEWEST_ROWS,
+    TILE_ROWS,
+    packed_linear_kernel,
+)
 from octavo.executor.torch.triton.pick import pick_kernel
 from octavo.executor.torch.triton.prefill import prefill_kernel
 from octavo.executor.torch.triton.rope_write import (
@@ -162,7 +166,7 @@ def products(dtype, *, everything):
         arrays = {"x": dtype, "bias": dtype, "out": dtype, "matrix": packed}
         one_split = arrays | {"sums": None, "arrivals": None}
         several = arrays | {"sums": "*fp32", "arrivals": "*i32"}
-        for tile_rows in (8, 16, 32, 64) if everything else (8, 64):
+        for tile_rows in (FEWEST_ROWS, TILE_ROWS):
             launch = tuned("packed_linear", "*") | {"BLOCK_M": tile_rows}
             compile_for_h100(packed_linear_kernel, one_split, launch)
             compile_for_h100(packed_linear_kernel, several, launch)

@@ -20,6 +20,7 @@ from octavo.checkpoint.open import open_checkpoint
 from octavo.executor.base import BackendOptions
 from octavo.executor.torch.attention.choose import choose_attention, first_that_computes
 from octavo.executor.torch.backend import TorchBackend
+from octavo.executor.torch.graphs import GraphShape
 from octavo.executor.torch.rope_write import RopeWrite
 from octavo.executor.torch.triton.attention import MOST_STATE_BYTES
 from octavo.models.registry import build_programs
@@ -122,7 +123,7 @@ def test_requests_that_begin_alike_share_reads_in_captured_steps():
         runner.step([(request, 256, 260) for request in requests])
         if capture:
             record = Recorder()
-            runner.runnables["decoder"].capture(runner.kv, (4,), width, record)
+            runner.runnables["decoder"].capture(runner.kv, [GraphShape(4, 1)], width, record)
         steps = [
             [(request, 260, 261) for request in requests],
             [(request, 261, 262) for request in requests[1:]],

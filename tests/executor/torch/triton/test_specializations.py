@@ -52,10 +52,14 @@ def keys(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("family", "layers"), [("llama", 1), ("gemma3_text", 2)])
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("llama", ["full_attention"]), ("gemma3_text", ["sliding_attention", "full_attention"])],
+    ids=["llama", "gemma3_text"],
+)
 def test_steps_of_other_sizes_compile_nothing(keys, family, layers):
     """Prompts, chunks and decode steps of 1 to 16 requests share the kernels of the first steps."""
-    tiny = tiny_model(family, num_hidden_layers=layers)
+    tiny = tiny_model(family, num_hidden_layers=len(layers), layer_types=list(layers))
     backend = TorchBackend(
         BackendOptions(num_threads=1, attention_backend="triton", torch_kernels="triton")
     )
