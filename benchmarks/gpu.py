@@ -127,8 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             " along)",
             file=sys.stderr,
         )
-    part = args.output.with_suffix(".part")
-    part.parent.mkdir(parents=True, exist_ok=True)
+    folder = args.output.parent if args.output.suffix else args.output
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / "gpu.part"
     part.unlink(missing_ok=True)
     results, end = Results(part), time.time() + args.budget - RESERVE_S
     for stage in stages_of(args.call):
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             list(pool.map(lambda section: run(section, args, results, end), wanted))
     for row in against_others(results.rows):
         results.add(row)
-    path = args.output if args.output.suffix else args.output / file_name(results.rows)
+    path = args.output if args.output.suffix else folder / file_name(results.rows)
     part.replace(path)
     print(table(results.rows))
     print(f"\nwritten to {path}")
