@@ -83,7 +83,8 @@ def describe_tower_file(header: ModelHeader) -> str:
     none.
     """
     if isinstance(header, MmprojCheckpoint):
-        return f"images are read with {header.mmproj.name}"
+        kinds = "images and audio" if "audio_config" in header.config else "images"
+        return f"{kinds} are read with {header.mmproj.name}"
     found = find_mmproj(header.path) if isinstance(header, GgufCheckpoint) else None
     if found is None:
         return ""

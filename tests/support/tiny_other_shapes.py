@@ -308,8 +308,6 @@ GEMMA4_AUDIO = {
     "num_attention_heads": 2,
     "subsampling_conv_channels": [8, 4],
     "output_proj_dims": 40,
-    "attention_chunk_size": 3,
-    "attention_context_left": 4,
 }
 AUDIO_TEXT |= {
     "gemma4:audio": {

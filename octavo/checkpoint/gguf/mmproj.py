@@ -18,16 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.api.errors import UnsupportedModel, WeightMismatch
+from octavo.checkpoint.clip_bounds import CLIP_BOUNDS, NAMES, read_clip_bounds
 from octavo.checkpoint.gguf.gguf_checkpoint import GgufCheckpoint
 from octavo.checkpoint.gguf.gguf_family import Header
 from octavo.checkpoint.gguf.gguf_file import GgufFile, read_gguf
-from octavo.checkpoint.gguf.mmproj_families import (
-    DEEPSTACK,
-    PROJECTORS,
-    Projector,
-    TowerFile,
-    pixel_statistics,
-)
+from octavo.checkpoint.gguf.mmproj_families import DEEPSTACK, PROJECTORS, pixel_statistics
+from octavo.checkpoint.gguf.mmproj_projector import Projector, TowerFile
 from octavo.checkpoint.hub_files import choose_tower
 from octavo.checkpoint.ports import StoredTensor
 from octavo.quant.blocks import StoredWeight
@@ -79,6 +75,8 @@ class MmprojCheckpoint(GgufCheckpoint):
         self.config = {**self.config, **text, "model_type": family, **own}
         self.config["image_processor"] = processor
         self._tower_tensors = dict(self._read_names())
+        if bounds := self._read_bounds():
+            self.config[CLIP_BOUNDS] = bounds
         self.weight_files = (*self.weight_files, mmproj)
 
     def names(self) -> Collection[str]:
@@ -144,12 +142,28 @@ class MmprojCheckpoint(GgufCheckpoint):
             raise WeightMismatch(f"{self.mmproj}: the file has no tensors")
         return entries
 
+    def _read_bounds(self) -> dict[str, list[float]]:
+        """Returns the bounds of linear layers' inputs and outputs, as `read_clip_bounds`."""
+        sources = {}
+        for source in self._tower.tensors:
+            stem, _, name = source.rpartition(".")
+            weight = _get_name(self._projector, f"{stem}.weight", []) if name in NAMES else None
+            if weight is not None:
+                sources[f"{weight.removesuffix('.linear.weight')}.{name}"] = source
+
+        def read(name: str) -> NDArray[Any] | None:
+            found = sources.get(name)
+            return None if found is None else self._tower.tensor(found).dequantize()
+
+        return read_clip_bounds(sources, read)
+
     def _is_part(self, source: str) -> bool:
-        """Returns whether a tensor is read with another one, or repeats one of the model."""
+        """Returns whether a tensor is read elsewhere, or repeats one of the model."""
         parts = [part for stems in self._projector.joined.values() for part in stems[1:]]
         layer = re.fullmatch(r"v\.blk\.\d+\.(\w+)\.(?:weight|bias)", source)
         is_part = layer is not None and layer[1] in parts
-        return is_part or source == "v.patch_embd.weight.1" or source in self._projector.unread
+        is_part = is_part or source == "v.patch_embd.weight.1"
+        return is_part or source.endswith(NAMES) or source in self._projector.unread
 
     def _get_tensor(self, name: str, source: str, shape: tuple[int, ...]) -> TowerTensor:
         projector = self._projector
@@ -166,7 +180,7 @@ class MmprojCheckpoint(GgufCheckpoint):
         if stem in projector.row_orders:
             order = projector.row_orders[stem](self.config["vision_config"], shape[0])
             return TowerTensor((source,), shape, lambda rows: rows[order])
-        restore = projector.restored.get(name)
+        restore = projector.restored.get(name, projector.restored.get(stem))
         if restore is not None:
             return TowerTensor((source,), restore.shape(shape), restore.numbers)
         return TowerTensor((source,), shape)
@@ -216,13 +230,16 @@ def _get_name(projector: Projector, source: str, deep: list[int]) -> str | None:
         stem, suffix = source, ""
     stem = stem.removeprefix("v.")
     end = f".{suffix}" if suffix else ""
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem.removeprefix("a."))
     if layer:
-        known = projector.layer_tensors.get(layer[2])
+        prefix, tensors = projector.layer_prefix, projector.layer_tensors
+        if stem.startswith("a."):
+            prefix, tensors = projector.audio_layer_prefix, projector.audio_layer_tensors
+        known = tensors.get(layer[2])
         joined = {stems[0]: name for name, stems in projector.joined.items()}
         known = joined.get(layer[2], known)
         end = "" if layer[2] in projector.whole_names else end
-        return known and f"{projector.layer_prefix}.{layer[1]}.{known}{end}"
+        return known and f"{prefix}.{layer[1]}.{known}{end}"
     merger = re.fullmatch(r"deepstack\.(\d+)\.(\w+)", stem)
     if merger and int(merger[1]) in deep and merger[2] in DEEPSTACK:
         number = deep.index(int(merger[1]))

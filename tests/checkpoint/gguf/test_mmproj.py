@@ -20,8 +20,9 @@ from octavo.api.errors import ConfigError, UnsupportedModel
 from octavo.checkpoint.gguf.mmproj import MmprojCheckpoint
 from octavo.checkpoint.open import describe_tower_file, open_checkpoint, with_tower_file
 from octavo.checkpoint.weights import WeightReader
-from octavo.models.registry import build_programs, image_layout
+from octavo.models.registry import audio_layout, build_programs, image_layout
 from tests.support.gguf_conversion import convert
+from tests.support.tiny_audio import WORDS, hearing_model, sound
 from tests.support.tiny_images import COLOURS, SEEING, picture, seeing_model
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_other_shapes import IMAGE_ID
@@ -35,9 +36,13 @@ class Case(NamedTuple):
     tower: str
     renamed: tuple[tuple[str, str], ...] = ()
     """Starts of names in safetensors, and of those that the converter reads."""
+    written: tuple[tuple[str, Any], ...] = ()
+    """Keys that the converter reads and transformers 5 no longer writes."""
 
 
+GEMMA4 = Case(*("Gemma4ForConditionalGeneration",) * 2, written=(("global_head_dim", 24),))
 CASES = {
+    "gemma4:audio": GEMMA4,
     "gemma3": Case(
         *("Gemma3ForConditionalGeneration",) * 2,
         (("vision_tower.", "vision_tower.vision_model."),),
@@ -54,12 +59,23 @@ WINDOW_PIXELS = 112
 """Side of Qwen2.5-VL's windows, which a header does not state."""
 
 
+PLAIN_COLOURS = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+CELL = 3
+"""Side of Gemma 4's cells, which a header does not state."""
+
+
+def path_of(family: str) -> Path:
+    return seeing_model(family).path if family in SEEING else hearing_model(family).path
+
+
 def convert_both(family: str, folder: Path) -> MmprojCheckpoint:
     """Converts a tiny model and its tower; returns the checkpoint of both."""
-    case, seeing = CASES[family], SEEING[family]
-    source = folder / "source"
-    shutil.copytree(seeing_model(family).path, source)
-    rules = COLOURS | seeing.rules | {"image_seq_length": 16}  # of Gemma 3
+    case, source = CASES.get(family, GEMMA4), folder / "source"
+    shutil.copytree(path_of(family), source)
+    words, rules = WORDS.get(family, ()), PLAIN_COLOURS
+    if family in SEEING:
+        words = SEEING[family].words
+        rules = COLOURS | SEEING[family].rules | {"image_seq_length": 16}  # of Gemma 3
     (source / "preprocessor_config.json").write_text(json.dumps(rules))
     file = source / "model.safetensors"
     for before, after in case.renamed:
@@ -68,7 +84,7 @@ def convert_both(family: str, folder: Path) -> MmprojCheckpoint:
 
     def add_vocabulary(writer: gguf.GGUFWriter) -> None:
         tokens = [f"<{index}>" for index in range(320)]
-        tokens[IMAGE_ID : IMAGE_ID + len(seeing.words)] = seeing.words
+        tokens[IMAGE_ID : IMAGE_ID + len(words)] = words
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list(tokens)
@@ -76,7 +92,12 @@ def convert_both(family: str, folder: Path) -> MmprojCheckpoint:
         writer.add_token_merges([])
 
     model = convert(
-        source, folder, name="tiny.gguf", add_vocabulary=add_vocabulary, architectures=[case.text]
+        source,
+        folder,
+        name="tiny.gguf",
+        add_vocabulary=add_vocabulary,
+        architectures=[case.text],
+        **dict(case.written),
     )
     tower = convert(source, folder, name="mmproj-F32.gguf", mmproj=True, architectures=[case.tower])
     return MmprojCheckpoint(model, tower)
@@ -84,18 +105,22 @@ def convert_both(family: str, folder: Path) -> MmprojCheckpoint:
 
 @pytest.mark.parametrize("family", CASES)
 def test_towers_are_those_of_the_safetensors(family: str, tmp_path: Path) -> None:
-    whole = open_checkpoint(seeing_model(family).path)
+    whole = open_checkpoint(path_of(family))
     checkpoint = convert_both(family, tmp_path)
     layout = image_layout(whole.config)
     assert layout is not None
     if layout.window is not None:
         layout = replace(layout, window=WINDOW_PIXELS // layout.multiple)
+    if family == "gemma4:audio":
+        layout = replace(layout, cell=CELL)
+    assert audio_layout(checkpoint.config) == audio_layout(whole.config)
     found_layout = image_layout(checkpoint.config)
     assert found_layout == (
         layout if layout.video is None else replace(layout, video=found_layout.video)
     )
     wanted, found = build_programs(whole.config), build_programs(checkpoint.config)
-    for name in ("vision", "projector"):
+    assert found.keys() == wanted.keys()
+    for name in found.keys() - {"decoder"}:
         if family != "qwen3_vl":  # whose mergers have other numbers
             assert found[name] == wanted[name]
         for ours, theirs in zip(found[name].weights, wanted[name].weights, strict=True):
@@ -141,3 +166,19 @@ def test_a_tower_of_another_model_is_refused(tmp_path: Path) -> None:
     model = open_checkpoint(llama)
     assert with_tower_file(model, None) is model
     assert "mmproj-F32.gguf is not used: mmproj: " in describe_tower_file(model)
+
+
+def test_gemma4_reads_images_and_audio_from_two_files(tmp_path: Path) -> None:
+    checkpoint = convert_both("gemma4:audio", tmp_path)
+    assert describe_tower_file(checkpoint) == "images and audio are read with mmproj-F32.gguf"
+    media = {"image": [picture(0, 16, 16)], "audio": [sound(0)]}
+    prompt = {"prompt_token_ids": [5, IMAGE_ID, 6, IMAGE_ID + 3], "multi_modal_data": media}
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 512, "threads": 1}
+    with LLM(str(checkpoint.path), max_image_tokens=16, **options) as llm:
+        (read,) = llm.generate(prompt, SamplingParams(max_tokens=2, temperature=0))
+    assert len(read.prompt_token_ids) > 12 and len(read.outputs[0].token_ids) == 2
+
+
+def test_images_of_larger_gemma4_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="image tokens attend to one another"):
+        convert_both("gemma4:standardized", tmp_path)
