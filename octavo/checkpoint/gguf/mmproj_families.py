@@ -142,7 +142,6 @@ def _internvl_processor(tower: TowerFile) -> Config:
     }
 
 
-# Not tested with a converted model.
 INTERNVL = Projector(
     families=dict.fromkeys(("qwen2", "qwen3", "llama"), "internvl"),
     has_text_type=True,

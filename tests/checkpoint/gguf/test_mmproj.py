@@ -47,6 +47,10 @@ CASES = {
         *("Gemma3ForConditionalGeneration",) * 2,
         (("vision_tower.", "vision_tower.vision_model."),),
     ),
+    "internvl": Case(
+        *("Qwen2ForCausalLM", "InternVisionModel"),
+        tuple((start, f"model.{start}") for start in ("vision_tower.", "multi_modal_projector.")),
+    ),
     "llava:pixtral": Case(*("LlavaForConditionalGeneration",) * 2),
     "mistral3": Case(*("Mistral3ForConditionalGeneration",) * 2),
     "qwen2_vl": Case(*("Qwen2VLForConditionalGeneration",) * 2),
