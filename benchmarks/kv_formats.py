@@ -114,6 +114,26 @@ def codebook(bits: int, scaling: str) -> Format:
     return apply
 
 
+def anchored(form: Format) -> Format:
+    """Returns a format for the differences from the mean of the stored rows of the block before.
+
+    Blocks have 16 tokens. The mean is stored in int8 with its block, and the first block has none:
+    rows depend on their own prefix only. The first token is left out of the mean.
+    """
+    int8 = symmetric(8)
+
+    def apply(rows: Tensor) -> Tensor:
+        blocks = list(rows.split(16, 2))
+        stored = [form(blocks[0])]
+        for block in blocks[1:]:
+            before = stored[-1][:, :, 1:] if len(stored) == 1 else stored[-1]
+            mean = int8(before.mean(2, keepdim=True))
+            stored.append(form(block - mean) + mean)
+        return torch.cat(stored, 2)
+
+    return apply
+
+
 def formats(bits: int, width: int) -> dict[str, tuple[Format, Format, float]]:
     """Returns the formats of keys and of values, and their bits per number."""
     each = {
@@ -125,9 +145,15 @@ def formats(bits: int, width: int) -> dict[str, tuple[Format, Format, float]]:
         "Hadamard, Lloyd-Max, fitted twice": rotated(codebook(bits, "twice")),
         "Hadamard, Lloyd-Max, unbiased": rotated(codebook(bits, "unbiased")),
     }
+    anchors = anchored(each["Hadamard, Lloyd-Max, fitted"])
     quarot, groups = rotated(min_max(bits, 3)), min_max(bits, 3, 32)
     return {
         **{name: (form, form, bits + 16 / width) for name, form in each.items()},
+        "the same, less the mean of the block before": (
+            anchors,
+            each["Hadamard, Lloyd-Max, fitted"],
+            bits + 16 / width + 0.5,
+        ),
         "QuaRot: Hadamard, min and max of a head": (quarot, quarot, bits + 32 / width),
         "KIVI: channels of 32 tokens, rows of 32": (min_max(bits, 2, 32), groups, bits + 1),
         "min and max of rows of 32": (groups, groups, bits + 1),
