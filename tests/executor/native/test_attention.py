@@ -412,6 +412,14 @@ def test_packed_codes_are_those_of_the_reference(level, kv):
     np.testing.assert_allclose(found, stored, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("kv", ["k8v4", "int4"])
+def test_packed_codes_of_gemma_3s_heads_in_chunks(level, kv):
+    """Its 270M model has one KV head of 256 numbers."""
+    shape = Shape(4, 1, 256, 256, mask="window", window=200, contexts=(40, 300))
+    found = Run(shape, native(level, kv, threads=2)).steps(chunks(shape, 37))
+    np.testing.assert_array_equal(found, Run(shape, native(level, kv)).whole())
+
+
 def test_int8_stores_what_the_reference_stores(level):
     """Both store the same values of each head, as read out by a row that sees itself alone."""
     shape = Shape(3, 3, 7, 21, mask="window", window=1, contexts=(40,))
