@@ -23,6 +23,7 @@ _RENAMED = (
     (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
     (".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),
     (".mlp.moe_statics.", ".mlp.gate.moe_statics."),
+    *((f".mlp.{part}_proj.", f".block_sparse_moe.{part}_proj.") for part in ("gate", "up", "down")),
     ("embed_out.", "lm_head."),
 )
 """Old and new substrings of names."""

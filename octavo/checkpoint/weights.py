@@ -255,7 +255,8 @@ class WeightReader:
             packed = _own_experts(packed, weight)
         if weight.kernel:
             codes = packed.packed().codes
-            packed = PackedWeight.plain(codes.reshape(len(codes), -1))
+            rows = weight.shape[:0] if len(weight.shape) == 1 else (len(codes),)
+            packed = PackedWeight.plain(codes.reshape(*rows, -1))
         turned = len(packed.shape) > 1 and is_turned(
             self._checkpoint, self._checkpoint.stored(name), weight
         )

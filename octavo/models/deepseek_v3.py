@@ -6,9 +6,11 @@ The multi-token-prediction layer is used as a draft head (`models/draft_heads.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.api.errors import UnsupportedModel
 from octavo.models.decoder import DecoderShape, PredictionLayer, build_decoder
 from octavo.models.hf_config import HfConfig
 from octavo.models.mlps import gated_experts, gated_mlp
@@ -54,17 +56,23 @@ class LatentAttention:
     v_width: int
     latent_width: int
     q_latent_width: int | None
-    rope: RopeTable
+    rope: RopeTable | None
+    """None: keys have no positions."""
     rope_style: Literal["half", "interleaved"]
     scale: float
     bias: bool
+    index: Sequence[int] | None = None
+    """Index of each layer within the cache group; None: every layer is in it."""
 
     @staticmethod
-    def read(config: HfConfig, num_heads: int) -> LatentAttention:
+    def read(config: HfConfig, num_heads: int, *, has_rope: bool = True) -> LatentAttention:
         nope, rotary = config.size("qk_nope_head_dim", 128), config.size("qk_rope_head_dim", 64)
-        rope = rope_parameters(config)
-        all_dim = 0.0 if rope.kind == "default" else rope.number("mscale_all_dim", 0.0)
-        temperature = yarn_mscale(rope.number("factor"), all_dim) ** 2 if all_dim else 1.0
+        rope = rope_parameters(config) if has_rope else None
+        all_dim, temperature = 0.0, 1.0
+        if rope is not None and rope.kind != "default":
+            all_dim = rope.number("mscale_all_dim", 0.0)
+        if rope is not None and all_dim:
+            temperature = yarn_mscale(rope.number("factor"), all_dim) ** 2
         return LatentAttention(
             num_heads=num_heads,
             nope_width=nope,
@@ -72,7 +80,7 @@ class LatentAttention:
             v_width=config.size("v_head_dim", 128),
             latent_width=config.size("kv_lora_rank", 512),
             q_latent_width=_q_latent_width(config),
-            rope=rope.table(rotary),
+            rope=None if rope is None else rope.table(rotary),
             rope_style="interleaved" if config.flag("rope_interleave", True) else "half",
             scale=(nope + rotary) ** -0.5 * temperature,
             bias=config.flag("attention_bias", False),
@@ -82,14 +90,17 @@ class LatentAttention:
         return CacheGroup("latent", "latent", num_layers, 1, self.latent_width + self.rope_width, 0)
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
-        name = f"model.layers.{layer}.self_attn"
+        name, at = f"model.layers.{layer}.self_attn", layer
+        if self.index is not None:
+            at = self.index[layer]
         q_nope, q_rope = self._queries(b, x, name)
         latent = self._part(b, x, f"{name}.kv_a_proj_with_mqa", 0, self.latent_width)
         k_rope = self._part(b, x, f"{name}.kv_a_proj_with_mqa", self.latent_width, self.rope_width)
         latent = b.rms_norm(latent, f"{name}.kv_a_layernorm", LATENT_NORM_EPS)
-        q_rope = b.rope(q_rope, self.num_heads, self.rope, style=self.rope_style)
-        k_rope = b.rope(k_rope, 1, self.rope, style=self.rope_style)
-        b.kv_write("latent", layer, (latent, k_rope), None)
+        if self.rope is not None:
+            q_rope = b.rope(q_rope, self.num_heads, self.rope, style=self.rope_style)
+            k_rope = b.rope(k_rope, 1, self.rope, style=self.rope_style)
+        b.kv_write("latent", at, (latent, k_rope), None)
         kv_b = Weight(
             f"{name}.kv_b_proj.weight",
             (self.num_heads * (self.nope_width + self.v_width), self.latent_width),
@@ -99,7 +110,7 @@ class LatentAttention:
             q_rope,
             kv_b,
             group="latent",
-            layer=layer,
+            layer=at,
             num_heads=self.num_heads,
             scale=self.scale,
         )
@@ -150,6 +161,21 @@ def _q_latent_width(config: HfConfig) -> int | None:
     return config.size("q_lora_rank")
 
 
+def count_dense_layers(config: HfConfig, default: int) -> int:
+    """Returns the number of first layers without experts, from `mlp_layer_types` if present."""
+    types = config.values.get("mlp_layer_types")
+    if types is None:
+        return default
+    num_layers = config.count("num_hidden_layers")
+    num_dense = types.count("dense") if isinstance(types, list) else 0
+    if types != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+        raise UnsupportedModel(
+            f"config.json: mlp_layer_types is {types!r:.80}, expected {num_layers} of dense, then"
+            f" sparse"
+        )
+    return num_dense
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekMlp:
     """DeepSeek's MLPs: dense in the first layers, then routed and shared experts.
@@ -168,6 +194,9 @@ class DeepseekMlp:
     num_groups: int
     top_groups: int
     group_rank: GroupRank
+    routed_module: str = "mlp"
+    """Module of the experts in layers that have them."""
+    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     @staticmethod
     def read(
@@ -200,10 +229,12 @@ class DeepseekMlp:
         )
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
-        config, name = self.config, f"model.layers.{layer}.mlp"
+        config, layers = self.config, "model.layers"
         activation = config.activation("hidden_act", "silu")
         if layer < self.first_routed:
-            return gated_mlp(b, x, name, config.size("intermediate_size"), activation)
+            width = config.size("intermediate_size")
+            return gated_mlp(b, x, f"{layers}.{layer}.mlp", width, activation)
+        name = f"{layers}.{layer}.{self.routed_module}"
         correction = Weight(f"{name}.gate.e_score_correction_bias", (self.num_experts,))
         routed = b.route(
             x,
@@ -224,6 +255,7 @@ class DeepseekMlp:
             num_experts=self.num_experts,
             width=self.width,
             activation=activation,
+            names=self.expert_names,
         )
         shared_width = self.width * self.num_shared
         return b.add(chosen, gated_mlp(b, x, f"{name}.shared_experts", shared_width, activation))

@@ -72,23 +72,18 @@ class GatedDelta:
 
     def __call__(self, b: Builder, x: Value, layer: int) -> Value:
         name, at = f"model.layers.{layer}.linear_attn", self.index[layer]
-        rows, gate = (self._stack if self.stacked else self._project_apart)(b, x, name)
+        qkv, gate = (self._stack if self.stacked else self._project_apart)(b, x, name)
         beta, dt = self._steps(b, x, name)
         q, k, v = short_conv(
-            b, rows, f"{name}.conv1d", CONV, at, activation=self.activation, widths=self.widths
+            b, qkv, f"{name}.conv1d", CONV, at, activation=self.activation, widths=self.widths
         )
-        k = b.scale(self._unit(b, k, f"{name}.k"), self.k_dim**-0.5)
-        q = b.scale(self._unit(b, q, f"{name}.q"), 1 / self.k_dim)
-        scanned = delta_scan(
-            b, (v, dt, k, q, b.act(beta, "sigmoid")), name, STATE, at, state_size=self.k_dim
-        )
+        k = b.scale(unit_rows(b, k, f"{name}.k", self.k_dim), self.k_dim**-0.5)
+        q = b.scale(unit_rows(b, q, f"{name}.q", self.k_dim), 1 / self.k_dim)
+        rate = Weight(f"{name}.A_log", (self.num_v_heads,))
+        rows = (v, dt, k, q, b.act(beta, "sigmoid"))
+        scanned = delta_scan(b, rows, name, STATE, at, state_size=self.k_dim, a_log=rate)
         normed = b.rms_norm(scanned, f"{name}.norm", self.norm_eps, group_width=self.v_dim)
         return b.linear(b.act_mul(gate, normed, "silu"), f"{name}.out_proj", x.width)
-
-    def _unit(self, b: Builder, x: Value, name: str) -> Value:
-        """Appends L2 normalization per head (as an RMS norm)."""
-        eps = L2_EPS / self.k_dim
-        return b.rms_norm(x, name, eps, has_weight=False, group_width=self.k_dim)
 
     def _project_apart(self, b: Builder, x: Value, name: str) -> tuple[Value, Value]:
         """Appends the projections for the convolution's input and the gate."""
@@ -134,6 +129,13 @@ class GatedDelta:
             for start in (0, lanes)
         )
         return beta, dt
+
+
+def unit_rows(b: Builder, x: Value, name: str, width: int) -> Value:
+    """Appends L2 normalization of each head of `width` columns, as an RMS norm: the length becomes
+    the square root of `width`.
+    """
+    return b.rms_norm(x, name, L2_EPS / width, has_weight=False, group_width=width)
 
 
 def read_mixer(

@@ -314,7 +314,7 @@ def exact_context(config: HfConfig) -> int:
     """Returns the longest context that the model supports exactly, in tokens."""
     names = (
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
-        "max_target_positions",
+        *("max_target_positions", "model_max_length"),
     )
     recurs = config.values.get("model_type") in ("mamba", "mamba2")
     unnamed = RECURRENT_CONTEXT_TOKENS if recurs else DEFAULT_CONTEXT_TOKENS

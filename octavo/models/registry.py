@@ -92,6 +92,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "internvl": _image_text("InternVL 3"),
     "jamba": ModelFamily("Jamba", "experts"),
     "jina_embeddings_v3": ModelFamily("Jina embeddings v3, without adapters", "encoder"),
+    "kimi_linear": ModelFamily("Kimi-Linear-48B-A3B", "experts"),
     "lfm2": ModelFamily("LFM2"),
     "lfm2_moe": ModelFamily("LFM2-8B-A1B", "experts"),
     "llama": ModelFamily("Llama 2 and 3, SmolLM2, TinyLlama, Yi"),

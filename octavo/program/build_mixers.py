@@ -104,9 +104,10 @@ def delta_scan(
     layer: int,
     *,
     state_size: int,
+    a_log: Weight,
 ) -> Value:
     """Adds the recurrence of the gated delta rule over `rows` (x, dt, b, c, beta) with the
-    parameters A_log and dt_bias of the module `name`.
+    parameter dt_bias of the module `name`.
     """
     x, dt, left, right, beta = rows
     out = b.like("scanned", x)
@@ -117,7 +118,7 @@ def delta_scan(
             b=left,
             c=right,
             out=out,
-            a_log=Weight(f"{name}.A_log", (dt.width,)),
+            a_log=a_log,
             skip=None,
             group=group,
             layer=layer,

@@ -28,12 +28,14 @@ from tests.support.tiny_models import each_family, tiny_model
 ONLY_NEWER = (
     *("qwen3_5_text", "nemotron_h", "internlm3", "ministral3", "nomic_bert", "minimax_m2"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "gemma4", "gemma4_text", "gemma4_unified"),
-    *("glm4_moe_lite", "lfm2_moe", "eurobert", "gte", "jina_embeddings_v3"),
+    *("glm4_moe_lite", "lfm2_moe", "kimi_linear", "eurobert", "gte", "jina_embeddings_v3"),
 )
 """Families that transformers 4 does not know."""
 
-SPLIT_ANEW = ("gte", "jina_embeddings_v3", "nomic_bert")
-"""Families whose stacked products are apart in transformers' modules, which no file has."""
+SPLIT_ANEW = ("gte", "jina_embeddings_v3", "nomic_bert", "kimi_linear")
+"""Families whose stacked products are apart in transformers' modules, or the other way round, which
+no file has.
+"""
 
 HEADS = {"gpt_neox": "embed_out.weight"}
 """Output layers that are not called lm_head."""

@@ -17,7 +17,7 @@ from tests.support.tiny_shapes import SHAPES
 
 SIZED_ELSEWHERE = (
     *("mamba", "mamba2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3n_text"),
-    *("gemma4_text", "glm4_moe_lite"),
+    *("gemma4_text", "glm4_moe_lite", "kimi_linear"),
 )
 """Families whose heads' sizes depend on one another in ways of their own."""
 NO_NUMBERS = frozenset(

@@ -339,6 +339,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     },
+    "kimi_linear": {
+        "vocab_size": 273,
+        "hidden_size": 48,
+        "intermediate_size": 70,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
     "lfm2_moe": {
         "vocab_size": 279,
         "hidden_size": 48,

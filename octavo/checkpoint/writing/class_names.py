@@ -33,6 +33,7 @@ CLASS_NAMES = {
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "jamba": "JambaForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",
