@@ -75,14 +75,3 @@ def configure_encoder_decoder(config: EngineConfig, max_input_len: int) -> Engin
         model=replace(config.model, max_encoder_len=max_encoder_len),
         cache=replace(config.cache, enable_prefix_caching=False),
     )
-
-
-def check_states(config: EngineConfig) -> None:
-    """Raises ConfigError for options that models with recurrent states do not support."""
-    backend, method = config.backend, config.scheduler.spec_method
-    if config.scheduler.uses_speculation and backend.backend == "torch" and backend.batch_invariant:
-        raise ConfigError(
-            f"spec_method: got {method} with batch_invariant on torch, which cannot roll back the"
-            f" recurrent state of rejected draft tokens",
-            hint="remove spec_method or batch_invariant",
-        )

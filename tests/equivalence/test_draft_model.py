@@ -201,6 +201,20 @@ def test_options_that_contradict_each_other_are_refused(options, message):
         make_llm(**options)
 
 
-def test_a_model_without_a_kv_cache_of_each_token_is_refused():
-    with pytest.raises(ConfigError, match="has a state cache"):
+def test_a_draft_model_without_a_kv_cache_of_each_token_is_refused():
+    with pytest.raises(ConfigError, match=r"spec_model .* has a state cache"):
         make_llm(**drafting("mamba2"))
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_recurrent_model_returns_to_where_drafts_are_rejected(backend):
+    """The draft model is another one, so most of its guesses are rejected."""
+    vocab_size = tiny_model("mamba2").config["vocab_size"]
+    options = {"family": "mamba2", "backend": backend}
+    plain, _ = outputs_of(PROMPTS, PARAMS[:2] * 2, **options)
+    with verified_at_any_cost():
+        found, (num_drafted, num_accepted) = outputs_of(
+            PROMPTS, PARAMS[:2] * 2, **options, **drafting("llama", vocab_size=vocab_size)
+        )
+    assert found == plain
+    assert num_accepted < num_drafted / 2 and num_drafted > 50

@@ -8,20 +8,23 @@ other, so a recomputed step reads the same state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.executor.batch import StepBatch
 from octavo.executor.kv import BLOCK_SIZE
-from octavo.executor.torch.kv_cache import GroupTensors
+from octavo.executor.torch.kv_cache import GroupTensors, TorchKvCache
 from octavo.executor.torch.plain import ACTIVATIONS
 from octavo.executor.torch.step import Made, Step
 from octavo.program.mixers import SelectiveScan, ShortConv
-from octavo.program.program import Op
+from octavo.program.program import Op, Program
 
 
 def short_conv(op: ShortConv, step: Step) -> Made:
@@ -225,6 +228,58 @@ class StateSlots:
     def _is_current(self) -> Tensor:
         """Whether each of the two states covers the tokens before the step, `[R, 2]`."""
         return self.kept[self.blocks] == self.begins[:, None]
+
+
+@contextmanager
+def states_kept(program: Program, batch: StepBatch, kv: TorchKvCache) -> Iterator[None]:
+    """Keeps the states from before a step whose rows the caller computes in separate steps. Each
+    block then has the same two states as after a single step, so draft tokens can be rejected.
+    """
+    requests = np.flatnonzero(np.diff(batch.query_starts) > 1)
+    firsts = batch.query_starts[requests]
+    begins, slots = batch.key_indices[firsts], batch.slots[:, firsts]
+    kept = [
+        KeptStates.of(kv.groups[index], layer, slots[index], begins)
+        for index, group in enumerate(program.groups)
+        if group.kind == "state" and len(requests)
+        for layer in range(group.num_layers)
+    ]
+    yield
+    for states in kept:
+        states.restore()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptStates:
+    """Copies of states in one layer, of `K` requests that have one before the step."""
+
+    slots: StateSlots
+    before: Tensor
+    """`[K, H, P, N]`"""
+
+    @staticmethod
+    def of(
+        group: GroupTensors,
+        layer: int,
+        slots: NDArray[np.int32],
+        begins: NDArray[np.int32],
+    ) -> KeptStates:
+        """`slots` and `begins [R]`: slot and key index of each request's first row."""
+        states, token_counts = group.k.layer(layer).numbers, group.v.layer(layer).numbers
+        blocks = torch.from_numpy(slots // BLOCK_SIZE).long().to(states.device)
+        firsts = torch.from_numpy(begins).long().to(states.device)
+        is_current = token_counts[blocks] == firsts[:, None]
+        known = is_current.any(dim=1) & (firsts > 0)
+        blocks, firsts, is_current = blocks[known], firsts[known], is_current[known]
+        before = states[blocks, (~is_current[:, 0]).long()]
+        return KeptStates(StateSlots(states, token_counts, blocks, firsts, firsts), before)
+
+    def restore(self) -> None:
+        """Replaces the older state of each block."""
+        slots = self.slots
+        older = slots.kept[slots.blocks].argmin(dim=1)
+        slots.states[slots.blocks, older] = self.before
+        slots.kept[slots.blocks, older] = slots.begins.to(slots.kept.dtype)
 
 
 MIXER_FORMULAS: dict[type[Op], Callable[[Any, Step], Made]] = {

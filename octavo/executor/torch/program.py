@@ -48,6 +48,7 @@ from octavo.executor.torch.instructions import Instruction, Instructions
 from octavo.executor.torch.invariant import joined, rows_alone
 from octavo.executor.torch.kernels import Kernels
 from octavo.executor.torch.kv_cache import TorchKvCache
+from octavo.executor.torch.mixers import states_kept
 from octavo.executor.torch.ranks import TorchRanks, broadcast_sampled
 from octavo.executor.torch.rates import measured_ceilings, wait_for
 from octavo.executor.torch.row_ops import norms_ahead
@@ -185,9 +186,10 @@ class TorchProgram(Runnable):
             if not self._runtime.rows_alone:
                 finish = self._run(batch, kv, fetch)
                 return fetch.then(finish)
-            row_finishes = [
-                (part.sample, self._run(part.batch, kv, fetch)) for part in rows_alone(batch)
-            ]
+            with states_kept(self.program, batch, kv):
+                row_finishes = [
+                    (part.sample, self._run(part.batch, kv, fetch)) for part in rows_alone(batch)
+                ]
         sampled = [
             finish
             for sample, finish in sorted(row_finishes, key=lambda entry: entry[0])

@@ -53,13 +53,8 @@ def with_forced_drafts(config: EngineConfig, program: Program) -> EngineConfig:
 
 
 def _can_verify_drafts(config: EngineConfig, program: Program) -> bool:
-    """Returns whether drafts can be verified with this model and backend."""
-    backend = config.backend
-    if any(group.kind == "state" for group in program.groups):
-        returns = not (backend.backend == "torch" and backend.batch_invariant)
-    else:
-        returns = True
-    return returns and backend.pipeline_parallel_size == 1 and "pooled" not in program.outputs
+    """Returns whether drafts can be verified with this model and these stages."""
+    return config.backend.pipeline_parallel_size == 1 and "pooled" not in program.outputs
 
 
 def _can_use_head(config: EngineConfig) -> bool:

@@ -45,7 +45,7 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
             hint="name a small decoder with the same tokenizer, or use --spec suffix",
         )
     check_keeps_tokens(target, "the model", "draft_model")
-    check_keeps_tokens(draft, f"spec_model {name}", "draft_model")
+    check_keeps_tokens(draft, f"spec_model {name}", "draft_model", may_recur=False)
     own = original_context(draft)
     if own not in (ONE_CONTEXT, original_context(target)):
         raise ConfigError(
@@ -55,12 +55,12 @@ def check_draft_program(target: Program, draft: Program, name: str) -> None:
         )
 
 
-def check_keeps_tokens(program: Program, role: str, method: str) -> None:
-    """Raises ConfigError if a Program caches anything other than the KV of single tokens. A draft
-    head may follow a recurrence, since it has no state of its own.
+def check_keeps_tokens(program: Program, role: str, method: str, *, may_recur: bool = True) -> None:
+    """Raises ConfigError if a Program caches anything other than the KV of single tokens. The model
+    may have a recurrence, which returns to an earlier state; a draft model may not.
     """
     kinds = {group.kv_kind for group in program.groups} - {"growing", "window"}
-    if method in ("eagle3", "mtp"):
+    if may_recur:
         kinds.discard("state")
     if kinds:
         raise ConfigError(
