@@ -163,11 +163,12 @@ def _check_sampler(config: EngineConfig) -> None:
 
 def _check_speculation(config: EngineConfig) -> None:
     options = config.scheduler
-    if (options.spec_method in ("draft_model", "eagle3")) != (options.spec_model is not None):
+    takes_model = options.spec_method in ("draft_model", "eagle3")
+    if takes_model != (options.spec_model is not None) and options.spec_method != "mtp":
         raise ConfigError(
             f"spec_model: got {options.spec_model} with spec_method {options.spec_method}, expected"
             f" {'a model' if options.spec_model is None else 'none'}",
-            hint="set spec_model with spec_method draft_model or eagle3, else remove it",
+            hint="set spec_model with spec_method draft_model, eagle3 or mtp, else remove it",
         )
     if options.spec_history and options.spec_method not in ("suffix", "auto"):
         raise ConfigError(

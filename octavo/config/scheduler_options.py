@@ -143,8 +143,9 @@ class SchedulerOptions:
         details="Draft tokens are verified in one step if measurements show a gain; the output"
         " does not change. ngram: continue the last match of the last few tokens; suffix: continue"
         " the longest match; draft_model: use the model of spec_model; eagle3: use the EAGLE-3"
-        " head of spec_model; mtp: use the multi-token prediction head of the checkpoint; grammar:"
-        " draft only tokens that structured output determines (included in all methods); auto:"
+        " head of spec_model; mtp: use the multi-token prediction head of the checkpoint, or the"
+        " Gemma 4 assistant of spec_model; grammar: draft only tokens that structured output"
+        " determines (included in all methods); auto:"
         " suffix, and mtp if the checkpoint has a supported head; none: off. The default is"
         " grammar for native and reference, and for torch with batch_invariant and without"
         " async_scheduling; else none.",
@@ -153,9 +154,9 @@ class SchedulerOptions:
     spec_model: str | None = option(
         None,
         "Speculative decoding",
-        "Draft with this model or EAGLE-3 head",
-        details="A smaller model with the same vocabulary (spec_method draft_model), or an EAGLE-3"
-        " head (eagle3): a name or path as for model.",
+        "Draft with this model or head",
+        details="A smaller model with the same vocabulary (spec_method draft_model), an EAGLE-3"
+        " head (eagle3), or the model's assistant (mtp, Gemma 4): a name or path as for model.",
     )
     spec_tokens: int = option(8, "Speculative decoding", "Draft at most N tokens per step", low=1)
     spec_tree_width: int = option(

@@ -9,7 +9,6 @@ from octavo.api.errors import ConfigError
 from octavo.config.config_hooks import ConfigHooks
 from octavo.config.derive import LOGGED_ONLY
 from octavo.config.engine_config import EngineConfig
-from octavo.config.scheduler_options import PROGRAM_METHODS
 from octavo.distributed.options import PoolOptions, TransferOptions
 
 SENT_TOKENS = 512
@@ -92,11 +91,6 @@ def _check_transfer(config: EngineConfig, options: TransferOptions, transport: s
                 hint="use kv_transfer_size to keep blocks in the memory of the prefill engines",
             )
     _check_processes(config, transport)
-    if config.scheduler.spec_method in PROGRAM_METHODS:
-        raise ConfigError(
-            f"spec_method: got {config.scheduler.spec_method}, not supported with kv_transfer",
-            hint="remove kv_transfer or spec_method",
-        )
     if options.role == "decode" and not options.prefill_peer:
         raise ConfigError(
             "role: got 'decode' without a prefill_peer",

@@ -14,7 +14,7 @@ from octavo.engine.kv.kv_connector import Tiers
 from octavo.executor.kv import KvLayout
 from octavo.program.program import CacheGroup
 from octavo.wiring.tier_builder import BuiltTiers, TierBuilder
-from octavo.wiring.tiers import count_slots, fingerprint_parts
+from octavo.wiring.tiers import count_slots, fingerprint_parts, stored_weight_files
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.kv_connectors.fingerprint import fingerprint
 from octavo.worker.loaded_model import LoadedModel
@@ -39,7 +39,8 @@ class PoolTierBuilder(TierBuilder):
             num_replicas=options.kv_pool_replicas,
         )
         parts = fingerprint_parts(checkpoint, loaded)
-        name = fingerprint(parts, checkpoint.weight_files, cache=open_state_home())
+        files = stored_weight_files(checkpoint, loaded)
+        name = fingerprint(parts, files, cache=open_state_home())
         worker = PoolWorker([HostShape(num_slots, size) for size in block_bytes], pool, name)
         # Pinning only asks the store to evict a block late; the store may still evict it.
         max_pinned_bytes = num_slots * sum(block_bytes)

@@ -32,7 +32,7 @@ from octavo.executor.kv import BLOCK_SIZE, KvLayout
 from octavo.program.ops import original_context
 from octavo.program.program import CacheGroup
 from octavo.wiring.tier_builder import BuiltTiers, TierBuilder
-from octavo.wiring.tiers import count_slots, fingerprint_parts, format_facts
+from octavo.wiring.tiers import count_slots, fingerprint_parts, format_facts, stored_weight_files
 from octavo.worker.cache_engine import HostShape
 from octavo.worker.kv_connectors.fingerprint import fingerprint
 from octavo.worker.loaded_model import LoadedModel, MakeConnector
@@ -65,9 +65,8 @@ class TransferTierBuilder(TierBuilder):
         block_bytes = heads.block_bytes()
         num_slots = count_slots(loaded.config.cache, sum(block_bytes), has_more=True)
         parts = _fingerprint_parts(checkpoint, loaded, heads, groups)
-        slots = RankSlots(
-            num_slots, fingerprint(parts, checkpoint.weight_files, cache=open_state_home())
-        )
+        files = stored_weight_files(checkpoint, loaded)
+        slots = RankSlots(num_slots, fingerprint(parts, files, cache=open_state_home()))
         reports = ReportBox(num_ranks)
         worker = _build_worker(loaded, heads, slots, reports)
         tiers = Tiers(

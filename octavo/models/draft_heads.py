@@ -57,6 +57,8 @@ class DraftHead:
     """Prefix of the names of its tensors in the model's checkpoint."""
     id_offsets: str = ""
     """Tensor of offsets that map the head's token ids to the model's; "" if they are the same."""
+    reads_keys: bool = False
+    """Whether it has no KV, and its attention reads the model's."""
 
 
 def get_embedding(program: Program) -> Embedding:
@@ -77,13 +79,14 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
         raise UnsupportedModel(
             f"spec_method: mtp requires a multi-token prediction layer; {hf.model_type} with"
             f" {key} {num_heads} has none that is supported",
-            hint=f"it is supported for {', '.join(MTP_FAMILIES)}; use --spec-method suffix",
+            hint=f"it is supported for {', '.join(MTP_FAMILIES)}; with Gemma 4, set spec_model to"
+            " the model's assistant; else use --spec-method suffix",
         )
     layer: PredictionLayer = import_module(f"octavo.models.{hf.model_type}").prediction_layer(hf)
     shape, name = layer.shape, layer.module
     make_norm = layer.norm or rms_norm(shape.norm_eps)
     table = get_embedding(target)
-    head = _HeadBuilder(layer.group, shape.hidden_size, shape.vocab_size)
+    head = HeadBuilder((layer.group,), shape.hidden_size, shape.vocab_size)
     b = head.builder
     own_table = f"{name}.{layer.embedding}"
     shares_table = f"{own_table}.weight" not in names
@@ -91,7 +94,7 @@ def mtp_head(config: Mapping[str, Any], target: Program, names: Collection[str])
     embedded = b.embedding(b.token_ids(), module, *table.table.shape, scale=table.scale)
     rows = make_norm(b, embedded, f"{name}.{layer.embedding_norm}")
     before = make_norm(b, head.previous(embedded), f"{name}.{layer.hidden_norm}")
-    x = _project_both(b, (rows, before), f"{name}.{layer.projection}", shape.hidden_size)
+    x = project_both(b, (rows, before), f"{name}.{layer.projection}", shape.hidden_size)
     normed = make_norm(b, x, f"{layer.layer}.input_layernorm")
     x = b.add(x, layer.attention(b, normed, layer.number))
     normed = make_norm(b, x, f"{layer.layer}.post_attention_layernorm")
@@ -147,7 +150,7 @@ def eagle3_head(config: Mapping[str, Any], target: Program, names: Collection[st
     features = Features(layers, _split_matrix("fc", shape.hidden_size, len(layers)))
     num_ids = hf.integer("draft_vocab_size", shape.vocab_size, low=1)
     group = CacheGroup(KV, "full", 1, shape.num_kv_heads, shape.head_dim, shape.head_dim)
-    head = _HeadBuilder(group, shape.hidden_size, num_ids)
+    head = HeadBuilder((group,), shape.hidden_size, num_ids)
     b, eps = head.builder, shape.norm_eps
     is_shared = "embed_tokens.weight" not in names
     module = table.table.name.removesuffix(".weight") if is_shared else "embed_tokens"
@@ -213,7 +216,7 @@ def _attention(
 
     def project(b: Builder, x: Value, module: str) -> tuple[Value, Value, Value]:
         q, k, v = (
-            _project_both(b, (x, normed), f"{module}.{part}", width)
+            project_both(b, (x, normed), f"{module}.{part}", width)
             for part, width in zip(("q_proj", "k_proj", "v_proj"), shape.qkv_widths, strict=True)
         )
         return q, k, v
@@ -228,15 +231,16 @@ def _attention(
     return attend.of_module(b, rows, "midlayer.self_attn", 0)
 
 
-# -- common to both -------------------------------------------------------------------------------
+# -- common to all -------------------------------------------------------------------------------
 
 
-class _HeadBuilder:
+class HeadBuilder:
     """Builds a draft head's Program; the part common to all heads."""
 
-    def __init__(self, group: CacheGroup, width: int, vocab_size: int) -> None:
+    def __init__(self, groups: tuple[CacheGroup, ...], width: int, vocab_size: int) -> None:
+        """`groups` are those of the head's attention; `width` is the size of a feature row."""
         self._width = width
-        self.builder = Builder("draft", (feature_group(width), group), vocab_size)
+        self.builder = Builder("draft", (feature_group(width), *groups), vocab_size)
 
     def previous(self, own: Value) -> Value:
         """Appends reading the previous token's features."""
@@ -263,7 +267,7 @@ def _renumber(op: Op, numbers: Mapping[int, int]) -> Op:
     return replace(op, **changes)
 
 
-def _project_both(b: Builder, inputs: tuple[Value, Value], module: str, width: int) -> Value:
+def project_both(b: Builder, inputs: tuple[Value, Value], module: str, width: int) -> Value:
     """Appends a matmul with two concatenated inputs."""
     parts = _split_matrix(module, inputs[0].width, len(inputs), width)
     first, second = (

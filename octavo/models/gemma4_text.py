@@ -38,8 +38,7 @@ def build_gemma4(config: HfConfig, *, has_media: bool) -> dict[str, Program]:
     """
     config.refuse_unless("use_bidirectional_attention", "vision")  # images only
     shape = DecoderShape.read(config, num_kv_heads=4, head_dim=256, tied=True)
-    windows = config.layer_windows(shape.num_layers, config.window(512), lambda i: (i + 1) % 6 != 0)
-    windows = (*windows[:-1], None)  # the last layer is always a full one, as in transformers
+    windows = layer_windows(config, shape)
     cache = plan_cache(shape, windows, num_shared=config.integer("num_kv_shared_layers", 0))
     layers = Gemma4Layers.read(config, shape, windows, cache.layers)
     full = layers.attention.shapes[-1]
@@ -59,6 +58,12 @@ def build_gemma4(config: HfConfig, *, has_media: bool) -> dict[str, Program]:
         x = layers(b, x, own, i)
     frame = Frame(logit_softcap=config.optional_positive("final_logit_softcapping"))
     return finish_decoder(b, x, shape, frame)
+
+
+def layer_windows(config: HfConfig, shape: DecoderShape) -> tuple[int | None, ...]:
+    """Returns each layer's window; None for full attention, as in the last layer always."""
+    windows = config.layer_windows(shape.num_layers, config.window(512), lambda i: (i + 1) % 6 != 0)
+    return (*windows[:-1], None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

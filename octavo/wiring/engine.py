@@ -42,6 +42,7 @@ from octavo.frontend.output_processor import OutputProcessor
 from octavo.frontend.pooling import PoolingInputs
 from octavo.frontend.priority_function import PriorityFunction
 from octavo.program.ops import original_context
+from octavo.program.passes.draft_groups import whole_groups
 from octavo.text.grammar.lazy import LazyGrammars
 from octavo.text.ports import Tokenizer
 from octavo.utils.progress import Report
@@ -347,7 +348,9 @@ def _build_core(
         report(memory_table(memory, budget.num_bytes))
     report(budget.describe())
     groups = _block_groups(config, budget)
-    off_device = build_tiers(model.checkpoint, loaded, model.program().groups, report)
+    off_device = build_tiers(
+        model.checkpoint, loaded, whole_groups(model.program(), loaded.program), report
+    )
     num_blocks = [group.num_blocks for group in groups]
     num_host_blocks = [group.num_host_blocks for group in groups]
     own = common_worker(

@@ -23,7 +23,7 @@ from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.config.config_hooks import config_hooks
 from octavo.config.derive import derive
 from octavo.config.engine_config import EngineConfig
-from octavo.config.model_kinds import check_states, configure_encoder, configure_encoder_decoder
+from octavo.config.model_kinds import configure_encoder, configure_encoder_decoder
 from octavo.config.paths import open_state_home
 from octavo.config.sizes import format_bytes
 from octavo.engine.clients.client import ModelFacts
@@ -37,12 +37,12 @@ from octavo.executor.devices import default_backend
 from octavo.frontend.pooling import Pools
 from octavo.models.hf_config import ModelInfo, model_info
 from octavo.models.registry import build_programs, check_family
-from octavo.program.passes.draft_groups import PREFIX, join_groups
+from octavo.program.passes.draft_groups import PREFIX, join_groups, whole_groups
 from octavo.program.passes.experts import check_experts, share_experts
 from octavo.program.passes.features import FEATURES
 from octavo.program.passes.shard import shard
 from octavo.program.passes.stages import stages
-from octavo.program.program import Program, Weight
+from octavo.program.program import CacheGroup, Program, Weight
 from octavo.text.ports import Grammars, Tokenizer
 from octavo.utils.progress import Report
 from octavo.utils.version import __version__
@@ -162,8 +162,6 @@ def derive_from(
     if needs_whole_text(program):
         config = configure_encoder(config)
     config = with_spec_method(config, header, program, names)
-    if any(group.kind == "state" for group in program.groups):
-        check_states(config)
     if program.input_groups:
         config = configure_encoder_decoder(config, info.max_encoder_tokens)
         if "num_mel_bins" in header.config and config.backend.backend != "torch":
@@ -218,7 +216,7 @@ def load_model(
         own, drafting = join_groups(own, draft.program())
         draft_formats = get_loaded_formats(draft.config, draft.checkpoint, drafting)
     elif head is not None:
-        own, drafting = head.add_to(own)
+        own, drafting = head.add_to(own, get_rank_grid(config, connections.rank))
         formats, draft_formats = head.target_formats(formats, own), head.formats(drafting)
     backend.check(own, formats)
     footprint = backend.footprint(own, formats)
@@ -231,7 +229,7 @@ def load_model(
         footprint = add_footprints(footprint, backend.footprint(encoder, formats), "encoder")
     make_backend = partial(backend_with, config=config, ranks=None)
     footprint = with_towers(config, model.checkpoint, footprint, backend.options, make_backend)
-    _check_cache(config, backend, footprint, whole)
+    _check_cache(config, backend, footprint, whole_groups(whole, own))
     rows = make_input_batch(config, backend.options, own, grammars)
     _check_fits(model, backend, own, footprint, report)
     reader = _weight_reader(model, whole, report)
@@ -278,13 +276,14 @@ def _load_draft(
     if isinstance(source, OpenedHead):
         prepared = _load_program(source.own, own, source.reader(own), backend)
         ids = DraftVocabulary(target.vocab_size, own.vocab_size, target.vocab_size, source.offsets)
-        return LoadedDraft(prepared[own.name], ids, target.group_index(PREFIX + FEATURES))
+        checkpoint = None if source.own is source.target else source.own
+        features = target.group_index(PREFIX + FEATURES)
+        return LoadedDraft(prepared[own.name], ids, features, checkpoint, source.head.reads_keys)
     reader = _weight_reader(source, own, report)
     prepared = _load_program(source.checkpoint, own, reader, backend)
     num_common = min(own.vocab_size, target.vocab_size)
-    return LoadedDraft(
-        prepared[own.name], DraftVocabulary(own.vocab_size, own.vocab_size, num_common)
-    )
+    ids = DraftVocabulary(own.vocab_size, own.vocab_size, num_common)
+    return LoadedDraft(prepared[own.name], ids, checkpoint=source.checkpoint)
 
 
 def _load_program(
@@ -393,7 +392,7 @@ def _weights_key(model: Model) -> str:
 
 
 def _check_cache(
-    config: EngineConfig, backend: Backend, footprint: Footprint, whole: Program
+    config: EngineConfig, backend: Backend, footprint: Footprint, groups: Sequence[CacheGroup]
 ) -> None:
     """Raises ConfigError if the model or the backend does not support the KV options."""
     if config.cache.kv_layout == "virtual" and not backend.allocates_on_demand:
@@ -403,7 +402,7 @@ def _check_cache(
         )
     for hooks in model_hooks():
         hooks.check_backend(config, backend)
-    check_tiers(config, footprint.kv_layouts, whole.groups)
+    check_tiers(config, footprint.kv_layouts, groups)
 
 
 def _check_fits(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config.engine_config import EngineConfig
 from octavo.config.rank_address import parse_rank_address
+from octavo.program.passes.draft_groups import whole_groups
 from octavo.utils.progress import quiet
 from octavo.wiring.grammars import lazy_grammars
 from octavo.wiring.model import (
@@ -86,5 +87,5 @@ def load_rank(setup: RankSetup, started: Callable[[], None]) -> LoadedModel:
     loaded = load_model(model, quiet, grammars, join())
     if (builder := tier_builder(model.config)) is None:
         return loaded
-    connect = builder.build_on_rank(model.program().groups, setup.rank)
+    connect = builder.build_on_rank(whole_groups(model.program(), loaded.program), setup.rank)
     return replace(loaded, make_connector=connect)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from octavo.api.errors import ConfigError
@@ -125,7 +126,8 @@ def _block_directory(
     """
     root, parts = open_root(path), fingerprint_parts(checkpoint, loaded)
     digest, weights = (
-        fingerprint(each, checkpoint.weight_files, cache=root) for each in (parts, {})
+        fingerprint(each, stored_weight_files(checkpoint, loaded), cache=root)
+        for each in (parts, {})
     )
     directory = BlockDirectory(root, digest, max_bytes=loaded.config.cache.prefix_cache_size)
     return directory, format_facts(parts, weights)
@@ -144,10 +146,24 @@ def _format_fact(value: Any) -> str:
     return text if len(text) <= MAX_FACT_LENGTH else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def stored_weight_files(checkpoint: Checkpoint, loaded: LoadedModel) -> list[Path]:
+    """Returns the files of the weights that determine the bytes of a block: the model's and the
+    draft's.
+    """
+    draft = _get_draft_checkpoint(loaded)
+    return [*checkpoint.weight_files, *(() if draft is None else draft.weight_files)]
+
+
+def _get_draft_checkpoint(loaded: LoadedModel) -> Checkpoint | None:
+    return None if loaded.draft is None else loaded.draft.checkpoint
+
+
 def fingerprint_parts(checkpoint: Checkpoint, loaded: LoadedModel) -> dict[str, Any]:
     """Returns everything except the weights that determines the bytes of a block."""
     options, backend = loaded.config.model, loaded.backend
+    draft = _get_draft_checkpoint(loaded)
     return {
+        **({} if draft is None else {"draft": draft.config}),
         **get_result_options(loaded.config),
         "octavo": __version__,
         "format": VERSION,

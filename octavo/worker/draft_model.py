@@ -19,7 +19,7 @@ from octavo.engine.protocol.step import RowResult, ScheduledRequest
 from octavo.executor.base import Runnable
 from octavo.executor.kv import BLOCK_SIZE, KvCache
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.model_input import gather
+from octavo.worker.model_input import ModelInput, gather
 from octavo.worker.sampling.draft_sampling import DraftSampling, DraftVocabulary
 
 
@@ -35,6 +35,8 @@ class RowToDraft:
     max_drafts: int
     """Maximum number of draft tokens; 0: none."""
     draft_ids: list[int] = field(default_factory=list)
+    num_known: int = 0
+    """Number of known tokens before the draft tokens; the model has computed all but the last."""
     others: list[tuple[int, int]] = field(default_factory=list)
     """Alternatives to draft tokens: the number of draft tokens before each one, and its id."""
 
@@ -61,10 +63,12 @@ class DraftModel:
         ids: DraftVocabulary,
         max_tokens: int,
         features: int | None = None,
+        reads_keys: bool = False,
         tree_width: int = 1,
     ) -> None:
         """`max_tokens`: maximum number of tokens in a step. `features`: cache group of the features
-        that a draft head reads. `tree_width`: number of draft tokens at each position.
+        that a draft head reads. `reads_keys`: the head has no KV and reads the model's, which are
+        in the groups before `features`. `tree_width`: number of draft tokens at each position.
         """
         self.runnable = runnable
         self._kv = kv
@@ -72,6 +76,7 @@ class DraftModel:
         self._ids = ids
         self._max_tokens = max_tokens
         self._features = features
+        self._reads_keys = reads_keys
         self._width = tree_width
         self._followed: dict[int, tuple[str, int]] = {}
         """Request in each permanent row, and the number of its tokens whose K and V are
@@ -103,7 +108,7 @@ class DraftModel:
         """
         first = self._first(planned, row)
         end = planned.start + result.num_kept
-        fills = end // BLOCK_SIZE > first // BLOCK_SIZE
+        fills = not self._reads_keys and end // BLOCK_SIZE > first // BLOCK_SIZE
         share = RowToDraft(row, first, end if fills else first, 0)
         if not planned.propose or not result.token_ids or result.failure is not None:
             return share
@@ -113,6 +118,8 @@ class DraftModel:
         room = min(room, self._rows.token_ids.shape[1] - 2 - num_known)
         if num_known > share.start and room >= 0:
             share.end, share.max_drafts = num_known, min(planned.propose, room + 1)
+            share.num_known = num_known
+            share.start = num_known - 1 if self._reads_keys else share.start
         return share
 
     def _first(self, planned: ScheduledRequest, row: int) -> int:
@@ -167,6 +174,8 @@ class DraftModel:
         batch.sample_rows = batch.query_starts[1:][drafting] - 1
         if self._features is not None:
             _keep_slots(batch.slots[self._features], batch.sample_rows)
+        if self._reads_keys:
+            self._stay_at_known_tokens(batch, part)
         rows = batch.rows[drafting]
         ends = np.array([part[index].end for index in drafting], np.int32)
         sampling = DraftSampling.build(rows, ends, self._rows.sampling, self._ids, self._width)
@@ -175,6 +184,14 @@ class DraftModel:
         assert samples is not None
         for entry, index in enumerate(drafting):
             self._append(part[index], sampling.get_draft_ids(samples, entry))
+
+    def _stay_at_known_tokens(self, batch: ModelInput, part: Sequence[RowToDraft]) -> None:
+        """Gives all draft tokens of a row the position of its last known token, and the keys of the
+        tokens before it: the model has not computed any others.
+        """
+        num_drafted = np.array([share.end - share.num_known for share in part], np.int32)
+        batch.positions = batch.positions - num_drafted
+        batch.context_lens[: self._features] -= num_drafted + 1
 
     def _append(self, share: RowToDraft, token_ids: list[int]) -> None:
         if not token_ids:

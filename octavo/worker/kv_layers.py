@@ -32,6 +32,8 @@ class KvLayers:
     ) -> None:
         self.writes = list(runnable.kv_writes or ())
         """(group, layer) of each write."""
+        self.groups = {group for group, _ in self.writes}
+        """Groups that the Program writes; a draft's are written by its own."""
         self._runnable = runnable
         self._kv = kv
         self._block_map = block_map
@@ -88,7 +90,11 @@ class LayerStreaming:
         not streamed, since it writes each layer several times.
         """
         ids = {row.request_id for row in inputs[0].scheduled} if len(inputs) == 1 else set()
-        blocks = [block for block in self._blocks if block.request_id in ids]
+        blocks = [
+            block
+            for block in self._blocks
+            if block.request_id in ids and block.group in self._layers.groups
+        ]
         if not blocks:
             yield
             return

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from octavo.api.errors import ConfigError
+from octavo.checkpoint.ports import Checkpoint
 from octavo.config.config_hooks import skips_blocks
 from octavo.config.engine_config import EngineConfig
 from octavo.engine.protocol.ports import ConnectorWorker
@@ -58,6 +59,10 @@ class LoadedDraft(NamedTuple):
     ids: DraftVocabulary
     features: int | None = None
     """Cache group of the features that a draft head reads; None for a draft model."""
+    checkpoint: Checkpoint | None = None
+    """Where its weights are; None: in the model's checkpoint."""
+    reads_keys: bool = False
+    """Whether it reads the model's KV and has none."""
 
 
 MakeConnector: TypeAlias = "Callable[[LoadedModel, RankSlots, TellReport], ConnectorWorker]"
@@ -208,6 +213,7 @@ class LoadedModel:
             ids=self.draft.ids,
             max_tokens=self.config.scheduler.max_num_batched_tokens,
             features=self.draft.features,
+            reads_keys=self.draft.reads_keys,
             tree_width=self.config.scheduler.spec_tree_width,
         )
 

@@ -18,7 +18,7 @@ from octavo.worker.draft_model import DraftModel
 from tests.support.llm_tools import core_of, fingerprint, make_llm, prompts_of
 from tests.support.proposers import draft_counts, verified_at_any_cost
 from tests.support.tiers import examples
-from tests.support.tiny_heads import eagle3, tiny_eagle3, tiny_mtp
+from tests.support.tiny_heads import eagle3, tiny_assistant, tiny_eagle3, tiny_mtp
 from tests.support.tiny_models import tiny_model
 
 BASE = {"max_tokens": 20, "ignore_eos": True, "logprobs": 1}
@@ -37,15 +37,11 @@ HEADS = {
     "qwen3_next": lambda folder: tiny_mtp(folder, "qwen3_next"),
     "qwen3_5_text": lambda folder: tiny_mtp(folder, "qwen3_5_text", copies=False),
     "qwen3_5_moe_text": lambda folder: tiny_mtp(folder, "qwen3_5_moe_text", copies=False),
+    "gemma4_assistant": lambda folder: tiny_assistant(),
+    "gemma4_assistant with clusters": lambda folder: tiny_assistant(has_clusters=True),
 }
 
-ON_BACKENDS = [
-    (name, backend)
-    for name in HEADS
-    for backend in ("native", "reference", "torch")
-    if backend != "torch" or not name.startswith("qwen3_")
-]
-"""Torch does not roll back recurrent states of rejected drafts under batch_invariant."""
+ON_BACKENDS = [(name, backend) for name in HEADS for backend in ("native", "reference", "torch")]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +130,7 @@ def test_features_are_found_behind_a_prefix_hit(heads, proposals, name, monkeypa
 
 
 @pytest.mark.sampled(one_in=2)
-@pytest.mark.parametrize("name", ["eagle3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["eagle3", "deepseek_v3", "gemma4_assistant"])
 def test_under_pressure(heads, proposals, name):
     """Few blocks, chunks, preemption of both kinds, prefix hits and several samples."""
     head = heads[name]
@@ -159,7 +155,7 @@ def test_under_pressure(heads, proposals, name):
         assert guess == head.guess(tokens, len(guess))
 
 
-@pytest.mark.parametrize("name", ["eagle3", "glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["eagle3", "glm4_moe", "qwen3_5_text", "gemma4_assistant"])
 def test_ranks_that_share_a_model_each_have_its_head(heads, proposals, name):
     head = heads[name]
     options = {"model_path": head.path, "backend": "native", "tensor_parallel_size": 2}
@@ -203,6 +199,19 @@ def test_a_planted_head_saves_steps(heads, monkeypatch, rate, fewest):
     assert 200 / steps >= fewest
 
 
+def test_stored_blocks_of_another_head_are_not_loaded(tmp_path):
+    """They would change no output, but its drafts would be made from another head's keys."""
+    target = tiny_model("llama", num_hidden_layers=7)
+    options = {"model_path": target.path, "backend": "native", "spec_method": "eagle3"}
+    options["prefix_cache_dir"] = str(tmp_path / "blocks")
+    cached = []
+    for seed in (0, 0, 1):
+        head = eagle3(tmp_path / f"head {seed}", seed=seed)
+        with make_llm(**options, spec_model=str(head)) as llm:
+            cached.append(llm.generate(PROMPTS[2], PARAMS[0])[0].num_cached_tokens)
+    assert cached == [0, 32, 0]
+
+
 def test_an_int8_head_changes_no_bit(heads):
     head = heads["eagle3"]
     options = {"model_path": head.path, "backend": "native", "quantization": "int8"}
@@ -216,7 +225,7 @@ def test_an_int8_head_changes_no_bit(heads):
     ("options", "message"),
     [
         ({"spec_method": "eagle3"}, "spec_model: got None"),
-        ({"spec_method": "mtp", "spec_model": "x"}, "with spec_method mtp, expected none"),
+        ({"spec_method": "ngram", "spec_model": "x"}, "with spec_method ngram, expected none"),
         ({"spec_method": "mtp", "kv_cache": False}, "with kv_cache"),
     ],
 )
@@ -244,6 +253,15 @@ def test_a_head_that_nothing_reads_is_told(heads, method):
 def test_a_model_that_is_no_head_is_refused():
     with pytest.raises(UnsupportedModel, match="expected an EAGLE-3 head"):
         make_llm(spec_method="eagle3", spec_model=str(tiny_model("llama").path))
+
+
+def test_an_assistant_of_another_model_is_refused():
+    """The tiny llama has another vocabulary, and the tiny gemma4_text is no assistant."""
+    assistant = tiny_assistant()
+    with pytest.raises(UnsupportedModel, match="hidden_size 40 for a model of 56, the model has"):
+        make_llm(**assistant.options)
+    with pytest.raises(UnsupportedModel, match="expected with spec_method mtp one of gemma4_assi"):
+        make_llm(spec_method="mtp", spec_model=str(assistant.path))
 
 
 @pytest.mark.parametrize(

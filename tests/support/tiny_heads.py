@@ -5,16 +5,20 @@ float64, over the whole text, with transformers' layers where it has them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
+from transformers import Gemma4TextConfig
 
+from tests.support.tiny_details import DETAILS
 from tests.support.tiny_models import TinyModel, double_precision, in_float64, tiny_model
 
 Tensor = torch.Tensor
@@ -307,3 +311,86 @@ def _hidden_states(tiny: TinyModel, token_ids: Sequence[int]) -> list[Tensor]:
     model = in_float64(tiny.model)
     found = model(torch.tensor([list(token_ids)]), output_hidden_states=True).hidden_states
     return [one[0] for one in found]
+
+
+# -- Gemma 4's assistant ---------------------------------------------------------------------------
+
+WINDOW = DETAILS["gemma4_text"]["sliding_window"]
+
+
+def tiny_assistant(*, has_clusters: bool = False) -> TinyHead:
+    """Makes a drafter that reads the keys of the tiny gemma4_text, and its formula: transformers'
+    own classes. The window moves on with each guess, the position does not.
+    """
+    target = tiny_model("gemma4_text")
+    with _all_layers_reuse_keys():
+        drafter = _tiny_drafter(target, has_clusters=has_clusters)
+
+    def guess(token_ids: Sequence[int], count: int) -> list[int]:
+        last = len(token_ids) - 1
+        with _all_layers_reuse_keys():
+            model, assistant = in_float64(target.model), in_float64(drafter.model)
+        with double_precision():
+            computed = model(
+                torch.tensor([list(token_ids[:last])]),
+                output_hidden_states=True,
+                return_shared_kv_states=True,
+                use_cache=False,
+            )
+            row, found = computed.hidden_states[-1][:, -1:], [token_ids[-1]]
+            for num_drafted in range(count):
+                first = max(0, last + num_drafted + 1 - WINDOW)
+                keys = dict(computed.shared_kv_states)
+                keys["sliding_attention"] = tuple(
+                    part[:, :, first:] for part in keys["sliding_attention"]
+                )
+                embedded = model.get_input_embeddings()(torch.tensor([found[-1:]]))
+                made = assistant(
+                    inputs_embeds=torch.cat([embedded, row], -1),
+                    position_ids=torch.tensor([[last]]),
+                    shared_kv_states=keys,
+                )
+                row = made.last_hidden_state
+                found.append(int(made.logits[0, -1].argmax()))
+            return found[1:]
+
+    return TinyHead(target.path, {"spec_method": "mtp", "spec_model": str(drafter.path)}, guess)
+
+
+@contextmanager
+def _all_layers_reuse_keys() -> Iterator[None]:
+    """Lets transformers 5.23 build assistants: it rejects configs without a layer that has keys."""
+    modes = Gemma4TextConfig.kv_sharing_modes
+
+    def reuse(config: Gemma4TextConfig) -> list[str | None]:
+        if config.num_kv_shared_layers == config.num_hidden_layers:
+            return ["reuse"] * config.num_hidden_layers
+        found: list[str | None] = modes.fget(config)
+        return found
+
+    with mock.patch.object(Gemma4TextConfig, "kv_sharing_modes", property(reuse)):
+        yield
+
+
+def _tiny_drafter(target: TinyModel, *, has_clusters: bool) -> TinyModel:
+    return tiny_model(
+        "gemma4_assistant",
+        backbone_hidden_size=target.config["hidden_size"],
+        use_ordered_embeddings=has_clusters,
+        num_centroids=20,
+        centroid_intermediate_top_k=20,
+        text_config={
+            **DETAILS["gemma4_text"],
+            "vocab_size": target.config["vocab_size"],
+            "use_double_wide_mlp": False,
+            "model_type": "gemma4_text",
+            "hidden_size": 40,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_kv_shared_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_attention_heads": 4,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        },
+    )

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.executor.kv import HeadRows, KvLayout
+from octavo.program.passes.draft_groups import is_draft_group
 from octavo.program.passes.splits import split_kv_heads
 from octavo.program.program import CacheGroup, Span
 
@@ -97,8 +98,10 @@ class KVHeadPartition:
         """Builds the partition of a rank from its layouts and the complete model's cache groups."""
         group_heads = []
         for layout, group in zip(layouts, groups, strict=True):
-            num_heads = 1 if group.kind == "state" else group.num_kv_heads
-            group_heads.append(GroupHeads(num_heads, layout.head_rows))
+            if group.kind == "state" or is_draft_group(group):
+                group_heads.append(GroupHeads(1, (HeadRows(1, layout.block_bytes),)))
+            else:
+                group_heads.append(GroupHeads(group.num_kv_heads, layout.head_rows))
         return cls(tuple(group_heads), rank, num_ranks)
 
     def span(self, group: int) -> Span:

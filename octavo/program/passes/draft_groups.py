@@ -1,11 +1,12 @@
 """Gives the target's and the draft model's Programs the same cache groups, so that both use one KV
 cache and the same block tables.
 
-Each reads and writes only its own groups.
+Each reads and writes only its own groups, except drafters without KV, which read the target's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,28 @@ MOST_BEHIND = 32
 """Maximum number of tokens by which a draft model's KV may lag behind the target: two blocks."""
 
 
-def join_groups(target: Program, draft: Program) -> tuple[Program, Program]:
-    """Returns both Programs with the cache groups of both, the target's groups first."""
-    own = tuple(_make_draft_group(group) for group in draft.groups)
+def join_groups(
+    target: Program, draft: Program, *, reads_keys: bool = False
+) -> tuple[Program, Program]:
+    """Returns both Programs with the cache groups of both, the target's groups first. With
+    `reads_keys`, the draft's groups that have names of the target's are the target's.
+    """
+    shared = {group.name for group in target.groups} if reads_keys else set()
+    own = tuple(_make_draft_group(each) for each in draft.groups if each.name not in shared)
     groups = (*target.groups, *own)
-    ops = tuple(_rename(op) for op in draft.ops)
+    ops = tuple(_rename(op, shared) for op in draft.ops)
     return replace(target, groups=groups), replace(draft, name="draft", groups=groups, ops=ops)
+
+
+def whole_groups(whole: Program, own: Program) -> tuple[CacheGroup, ...]:
+    """Returns the cache groups of a rank's Program as one rank would have them: those of the
+    unsharded Program, then the draft's, which every rank has completely.
+    """
+    return (*whole.groups, *own.groups[len(whole.groups) :])
+
+
+def is_draft_group(group: CacheGroup) -> bool:
+    return group.name.startswith(PREFIX)
 
 
 def _make_draft_group(group: CacheGroup) -> CacheGroup:
@@ -32,9 +49,9 @@ def _make_draft_group(group: CacheGroup) -> CacheGroup:
     return replace(group, name=PREFIX + group.name, window=window)
 
 
-def _rename(op: Op) -> Op:
+def _rename(op: Op, shared: Set[str]) -> Op:
     group = getattr(op, "group", None)
-    if group is None:
+    if group is None or group in shared:
         return op
     changes: dict[str, Any] = {"group": PREFIX + group}
     return replace(op, **changes)

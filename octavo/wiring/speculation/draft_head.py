@@ -1,5 +1,5 @@
-"""Opens a draft head: EAGLE-3's from its own checkpoint, or the MTP head of the model's
-checkpoint.
+"""Opens a draft head: EAGLE-3's or an assistant from its own checkpoint, or the MTP head of the
+model's checkpoint.
 """
 
 from __future__ import annotations
@@ -20,15 +20,22 @@ from octavo.checkpoint.tensor_check import check_weights, drafting_tensors
 from octavo.checkpoint.weights import WeightReader, loaded_formats
 from octavo.config.engine_config import EngineConfig
 from octavo.executor.base import FormatOf
+from octavo.executor.rank_grid import RankGrid
 from octavo.models.draft_heads import MTP_FAMILIES, DraftHead, eagle3_head, mtp_head
+from octavo.models.gemma4_assistant import CLUSTERS, assistant_head
 from octavo.program.passes.draft_groups import PREFIX, join_groups
 from octavo.program.passes.features import FEATURES, with_features
+from octavo.program.passes.shard import shard
 from octavo.program.program import Program, Weight
 from octavo.quant.blocks import StoredWeight
 from octavo.wiring.speculation.draft import check_keeps_tokens
 
-ID_TENSORS = ("d2t", "t2d")
-"""Tensors of an EAGLE-3 head that map token ids."""
+NOT_READ = ("d2t", "t2d", CLUSTERS)
+"""Beginnings of the names of tensors that are no weights of the head's Program: maps of token ids
+in EAGLE-3 heads, and an assistant's clusters of tokens.
+"""
+KINDS = {"eagle3": "EAGLE-3 heads", "mtp": "Gemma 4 assistants"}
+"""Heads that have their own checkpoint, by method."""
 
 
 class Reader(Protocol):
@@ -46,11 +53,14 @@ class OpenedHead:
     offsets: NDArray[np.int64] | None = None
     """Offsets that are added to the head's token ids to get the model's."""
 
-    def add_to(self, target: Program) -> tuple[Program, Program]:
-        """Returns the target's Program with feature outputs, and the head's, over the cache groups
-        of both.
+    def add_to(self, target: Program, grid: RankGrid) -> tuple[Program, Program]:
+        """Returns a rank's part of the target's Program with feature outputs, and the head's, over
+        the cache groups of both. A head that reads the target's KV is split like the target.
         """
-        both, drafting = join_groups(target, self.head.program)
+        own = self.head.program
+        if self.head.reads_keys:
+            own = shard(own, grid.tensor_index, grid.num_tensor)
+        both, drafting = join_groups(target, own, reads_keys=self.head.reads_keys)
         return with_features(both, self.head.features, PREFIX + FEATURES), drafting
 
     def target_formats(self, formats: FormatOf, target: Program) -> FormatOf:
@@ -106,26 +116,28 @@ def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> Ope
     if method not in ("eagle3", "mtp"):
         return None
     check_keeps_tokens(program, "the model", method)
-    if method == "mtp":
+    name = config.scheduler.spec_model
+    if name is None:
         head = mtp_head(target.config, program, target.names())
         if config.model.load_format != "dummy":
             check_weights(target, head.program.weights)
         return OpenedHead(config, head, target, target)
-    name = config.scheduler.spec_model
-    assert name is not None, "derive() has checked it"
     if config.model.load_format == "dummy":
         raise ConfigError(
-            "spec_method: got eagle3 with load_format dummy, which supports a single checkpoint",
-            hint="remove load_format or spec_method",
+            f"spec_model: got {name} with load_format dummy, which supports a single checkpoint",
+            hint="remove load_format or spec_model",
         )
     own = open_checkpoint(resolve(name, progress=True))
-    head = eagle3_head(own.config, program, own.names())
+    make_head = eagle3_head if method == "eagle3" else assistant_head
+    head = make_head(own.config, program, own.names())
     read = {*head.program.weights, *head.features.weights} - head.shared
     known_names = check_weights(own, read)
-    unknown_names = sorted(set(own.names()) - known_names - set(ID_TENSORS))
+    unknown_names = sorted(
+        each for each in set(own.names()) - known_names if not each.startswith(NOT_READ)
+    )
     if unknown_names:
         raise WeightMismatch(
-            f"{own.path}: got the tensor {unknown_names[0]}, which EAGLE-3 heads do not have",
+            f"{own.path}: got the tensor {unknown_names[0]}, which {KINDS[method]} do not have",
             hint="config.json and the weights belong to different heads, or the head has a part"
             " that is not supported",
         )
