@@ -38,7 +38,9 @@ HEADS = {
     "qwen3_5_text": lambda folder: tiny_mtp(folder, "qwen3_5_text", copies=False),
     "qwen3_5_moe_text": lambda folder: tiny_mtp(folder, "qwen3_5_moe_text", copies=False),
     "gemma4_assistant": lambda folder: tiny_assistant(),
-    "gemma4_assistant with clusters": lambda folder: tiny_assistant(has_clusters=True),
+    "gemma4_assistant with clusters": lambda folder: tiny_assistant(
+        has_clusters=True, hidden_size_per_layer_input=0
+    ),
 }
 
 ON_BACKENDS = [(name, backend) for name in HEADS for backend in ("native", "reference", "torch")]
@@ -155,7 +157,9 @@ def test_under_pressure(heads, proposals, name):
         assert guess == head.guess(tokens, len(guess))
 
 
-@pytest.mark.parametrize("name", ["eagle3", "glm4_moe", "qwen3_5_text", "gemma4_assistant"])
+@pytest.mark.parametrize(
+    "name", ["eagle3", "glm4_moe", "qwen3_5_text", "gemma4_assistant with clusters"]
+)
 def test_ranks_that_share_a_model_each_have_its_head(heads, proposals, name):
     head = heads[name]
     options = {"model_path": head.path, "backend": "native", "tensor_parallel_size": 2}

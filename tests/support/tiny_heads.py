@@ -318,11 +318,11 @@ def _hidden_states(tiny: TinyModel, token_ids: Sequence[int]) -> list[Tensor]:
 WINDOW = DETAILS["gemma4_text"]["sliding_window"]
 
 
-def tiny_assistant(*, has_clusters: bool = False) -> TinyHead:
-    """Makes a drafter that reads the keys of the tiny gemma4_text, and its formula: transformers'
-    own classes. The window moves on with each guess, the position does not.
+def tiny_assistant(*, has_clusters: bool = False, **fields: Any) -> TinyHead:
+    """Makes a drafter that reads the keys of the tiny gemma4_text with these fields, and its
+    formula: transformers' own classes. The window moves on with each guess, the position does not.
     """
-    target = tiny_model("gemma4_text")
+    target = tiny_model("gemma4_text", **fields)
     with _all_layers_reuse_keys():
         drafter = _tiny_drafter(target, has_clusters=has_clusters)
 
