@@ -325,6 +325,9 @@ def tiny_assistant(*, has_clusters: bool = False, **fields: Any) -> TinyHead:
     target = tiny_model("gemma4_text", **fields)
     with _all_layers_reuse_keys():
         drafter = _tiny_drafter(target, has_clusters=has_clusters)
+    if has_clusters:  # all of them are chosen, in another order than the tokens
+        order = drafter.model.masked_embedding.token_ordering
+        order.copy_(torch.arange(len(order)).flip(0))
 
     def guess(token_ids: Sequence[int], count: int) -> list[int]:
         last = len(token_ids) - 1

@@ -79,7 +79,7 @@ class OpenedHead:
     def formats(self, program: Program) -> FormatOf:
         ours, theirs = self._formats(self.own, program), self._formats(self.target, program)
         shared = self.head.shared
-        return lambda weight: theirs(weight) if weight in shared else ours(weight)
+        return lambda weight: theirs(weight) if weight.whole in shared else ours(weight)
 
     def reader(self, program: Program) -> Reader:
         own, target = self._reader(self.own, program), self._reader(self.target, program)
@@ -105,7 +105,7 @@ class JoinedReader:
     of_second: frozenset[Weight]
 
     def load(self, weight: Weight) -> StoredWeight:
-        return (self.second if weight in self.of_second else self.first).load(weight)
+        return (self.second if weight.whole in self.of_second else self.first).load(weight)
 
 
 def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> OpenedHead | None:
