@@ -83,8 +83,9 @@ def describe_tower_file(header: ModelHeader) -> str:
     none.
     """
     if isinstance(header, MmprojCheckpoint):
-        kinds = "images and audio" if "audio_config" in header.config else "images"
-        return f"{kinds} are read with {header.mmproj.name}"
+        towers = {"images": "vision_config", "audio": "audio_config"}
+        kinds = [kind for kind, name in towers.items() if name in header.config]
+        return f"reads {' and '.join(kinds)} with {header.mmproj.name}"
     found = find_mmproj(header.path) if isinstance(header, GgufCheckpoint) else None
     if found is None:
         return ""

@@ -24,7 +24,7 @@ class ModelOptions:
     mmproj: str | None = option(
         None,
         "Model",
-        "Read the vision tower of a GGUF file",
+        "Read the vision or audio tower of a GGUF file",
         details="A path, or OWNER/REPO/FILE.gguf on Hugging Face; none: load the language model"
         " alone. See [images](../guides/images.md#gguf).",
         derived="beside the file",

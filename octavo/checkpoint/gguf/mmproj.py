@@ -114,7 +114,8 @@ class MmprojCheckpoint(GgufCheckpoint):
         return next((index for index, token in enumerate(tokens) if token == wanted), default)
 
     def _check_width(self, header: Header) -> None:
-        width = header.count("vision.projection_dim")
+        kind = "audio" if header.get("vision.projection_dim") is None else "vision"
+        width = header.count(f"{kind}.projection_dim")
         if width != self.config["hidden_size"]:
             raise UnsupportedModel(
                 f"mmproj: {self.mmproj} projects to {width} columns, the model has hidden_size"
@@ -127,7 +128,7 @@ class MmprojCheckpoint(GgufCheckpoint):
         one.
         """
         entries: list[tuple[str, TowerTensor]] = []
-        deep = self.config["vision_config"].get("deepstack_visual_indexes", [])
+        deep = self.config.get("vision_config", {}).get("deepstack_visual_indexes", [])
         for source, entry in self._tower.tensors.items():
             if self._is_part(source):
                 continue

@@ -1,4 +1,4 @@
-"""Mapping from the vision towers of llama.cpp's mmproj files to Hugging Face families: config keys
+"""Mapping from the towers of llama.cpp's mmproj files to Hugging Face families: config keys
 and tensor names by projector type.
 
 Reads headers only; `mmproj.py` reads the tensors. Source: llama.cpp's converter (`MmprojModel` and
@@ -17,6 +17,7 @@ import numpy as np
 from octavo.checkpoint.gguf.gguf_family import Config, Header, Restored, halves
 from octavo.checkpoint.gguf.mmproj_gemma4 import GEMMA4
 from octavo.checkpoint.gguf.mmproj_projector import Projector, TowerFile
+from octavo.checkpoint.gguf.mmproj_whisper import QWEN2_AUDIO, VOXTRAL
 
 QWEN_TOKENS = (8, 4096)
 """Fewest and most tokens of an image for Qwen-VL, as in llama.cpp."""
@@ -355,9 +356,11 @@ PROJECTORS: dict[str, Projector] = {
     "idefics3": IDEFICS3,
     "internvl": INTERNVL,
     "pixtral": PIXTRAL,
+    "qwen2a": QWEN2_AUDIO,
     "qwen2vl_merger": QWEN2_VL,
     "qwen2.5vl_merger": QWEN2_5_VL,
     "qwen3vl_merger": QWEN3_VL,
+    "voxtral": VOXTRAL,
 }
 """Mappings by `clip.projector_type`."""
 
