@@ -24,9 +24,9 @@ class ModelOptions:
     mmproj: str | None = option(
         None,
         "Model",
-        "Read the vision or audio tower of a GGUF file",
-        details="A path, or OWNER/REPO/FILE.gguf on Hugging Face; none: load the language model"
-        " alone. See [images](../guides/images.md#gguf).",
+        "Read the towers of a GGUF model",
+        details="Towers read images and audio. A path, or OWNER/REPO/FILE.gguf on Hugging Face;"
+        " none: load the language model alone. See [images](../guides/images.md#gguf).",
         derived="beside the file",
         metavar="FILE",
     )
