@@ -43,7 +43,9 @@ def build(config: HfConfig) -> dict[str, Program]:
     config.without_effect("rope_theta", "rope_scaling", "rope_parameters")
     config = config.renamed(**NAMES)
     num_dense = count_dense_layers(config, config.integer("first_k_dense_replace", 1))
-    config = config.with_values(first_k_dense_replace=num_dense, head_dim=None)
+    config = config.with_values(
+        first_k_dense_replace=num_dense, head_dim=None, q_lora_rank=config.values.get("q_lora_rank")
+    )
     shape = DecoderShape.read(config, norm_eps=1e-5)
     plan = _read_plan(config, shape.num_layers)
     attention = LatentAttention.read(config, shape.num_heads, has_rope=False)
