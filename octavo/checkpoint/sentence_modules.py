@@ -161,8 +161,11 @@ def _default_prompt(settings: Mapping[str, Any], path: Path) -> str:
 
 
 def dense_folders(config: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Returns the folders of the Dense modules in a config's `pooling`."""
-    modules = config.get("pooling", {}).get("dense", ())
+    """Returns the folders of the Dense modules in a config's `pooling`, a key that some models'
+    files use for something else.
+    """
+    pooling = config.get("pooling")
+    modules = pooling.get("dense", ()) if isinstance(pooling, dict) else ()
     return [folder / each["module"].removesuffix(".linear") for each in modules]
 
 

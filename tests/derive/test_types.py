@@ -25,13 +25,14 @@ EXACT = (
         "aria_text",
         "minimax_m3_vl_text",
         "got_ocr2",
+        "cohere_compass_text",
     ),
     *("roc_bert", "hrm_text", "gpt_neo", "lfm3"),
 )
 """Latent attention, attention of their own, tables of sines, segments, positions behind padding,
 parts of an encoder-decoder, stored experts, gates, a text model within one of images, several
-embeddings side by side, layers that run several times, windows of their own, and a gate for each
-head.
+embeddings side by side, layers that run several times, windows of their own, a gate for each head,
+and a config with the key `pooling`.
 """
 
 REJECTED = {
