@@ -12,7 +12,7 @@ CHAT = "**/v1/chat/completions"
 def test_the_key_is_asked_for_until_it_is_right_and_stays_in_the_tab(stranger, server):
     page = stranger.page
     stranger.open(server.url)
-    for key, note in (("wrong", "It stays in this tab"), (KEY, "does not know that key")):
+    for key, note in (("wrong", "kept until you close this tab"), (KEY, "Invalid API key")):
         page.wait_for_selector(f"#key-dialog[open] >> text={note}")
         page.fill("#key-input", key)
         page.press("#key-input", "Enter")
