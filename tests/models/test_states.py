@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from octavo import SamplingParams
-from octavo.api.errors import ConfigError, UnsupportedModel
+from octavo.api.errors import UnsupportedModel
 from octavo.executor.base import BackendOptions
 from octavo.executor.reference.backend import ReferenceBackend
 from octavo.executor.torch.backend import TorchBackend
@@ -196,20 +196,6 @@ def test_states_are_kept_on_disk_and_found_by_the_next_engine(backend, tmp_path)
         assert llm.get_metrics().external_hit_tokens > 0
     assert [output.num_cached_tokens for output in found] == [288, 304]
     assert list(map(fingerprint, found)) == list(map(fingerprint, plain))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"spec_method": "ngram", "backend": "torch", "batch_invariant": True},
-            "spec_method: got ngram with batch_invariant on torch",
-        ),
-    ],
-)
-def test_what_states_cannot_do_is_refused_by_name(options, message):
-    with pytest.raises(ConfigError, match=message):
-        make_llm("mamba", **options)
 
 
 @pytest.mark.parametrize(

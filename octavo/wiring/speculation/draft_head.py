@@ -103,9 +103,11 @@ class JoinedReader:
     first: Reader
     second: Reader
     of_second: frozenset[Weight]
+    """Weights of the second reader, or the weights of which a rank has a part."""
 
     def load(self, weight: Weight) -> StoredWeight:
-        return (self.second if weight.whole in self.of_second else self.first).load(weight)
+        is_second = not self.of_second.isdisjoint((weight, weight.whole))
+        return (self.second if is_second else self.first).load(weight)
 
 
 def open_head(config: EngineConfig, target: Checkpoint, program: Program) -> OpenedHead | None:
