@@ -22,7 +22,7 @@ class DeriveHooks(ModelHooks):
         if model_type in FAMILIES or program_path(config).is_file():
             return
         check_packages(model_type)
-        from transformers import CONFIG_MAPPING
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if model_type not in CONFIG_MAPPING:
             return

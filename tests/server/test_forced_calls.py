@@ -152,11 +152,11 @@ def test_an_answer_has_its_form_or_calls_a_function(http):
 
 def test_a_schema_that_no_grammar_holds_is_refused_with_its_place(http):
     bad = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": bad}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": bad, "strict": True}}
     body = {"model": "tiny", "messages": HELLO, "tools": [tool]}
     response = http.post("/v1/chat/completions", json=body)
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "tools")
+    assert (response.status_code, error["param"]) == (400, "tools[0].function.parameters")
     assert "#/properties/a/not" in error["message"]
 
 

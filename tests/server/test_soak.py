@@ -22,7 +22,7 @@ KV_CACHE = "--kv-cache-memory-bytes=16MiB"
 """Small enough to be written to its end, and so in memory, before memory is looked at."""
 TEXTS = ("Hello", "Once upon a time there was", "numbers: " + "1, 2, 3, " * 12, "日本語 " * 6)
 REFUSED = (
-    ({"prompt": "Hello", "unheard": 1}, 400),
+    ({"prompt": 7}, 400),
     ({"prompt": "Hello " * 400}, 400),
     ({"prompt": "Hello", "temperature": -1}, 400),
     ({"prompt": "Hello", "model": "none"}, 404),
