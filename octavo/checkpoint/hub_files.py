@@ -1,7 +1,7 @@
 """Chooses the files of a repository that a model reference refers to.
 
 Works on file names, from the hub or the cache. GGUF files are grouped into models: parts of a split
-model belong together. The file of a vision tower (`mmproj`) comes with every model; other companion
+model belong together. The file of the towers (`mmproj`) comes with every model; other companion
 files (importance matrices) are skipped.
 Quantizations have the names of llama.cpp and Ollama: the end of the file name, or the folder.
 """
@@ -37,10 +37,10 @@ QUANT_NAME = re.compile(
     re.IGNORECASE,
 )
 TOWER = "mmproj"
-"""Part of the names of vision towers' files, in lower case."""
+"""Part of the names of towers' files, in lower case."""
 COMPANIONS = re.compile(rf"{TOWER}|imatrix|^ggml-vocab", re.IGNORECASE)
 TOWER_QUANTS = ("F16", "BF16", "")
-"""Precisions of which the first is chosen if there are several files of a tower."""
+"""Precisions of which the first is chosen if there are several files of the towers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def gguf_models(names: Iterable[str]) -> list[GgufModel]:
 
 
 def choose_tower(names: Iterable[str], model: str) -> str | None:
-    """Returns the vision tower's file of a GGUF model: one in the model's folder, or else in the
+    """Returns the file of a GGUF model's towers: one in the model's folder, or else in the
     folder above if the model's is that of a quantization. None if there is none.
     """
     towers = [name for name in sorted(names) if is_tower_name(name)]

@@ -255,8 +255,8 @@ class WeightReader:
             packed = _own_experts(packed, weight)
         if weight.kernel:
             codes = packed.packed().codes
-            rows = weight.shape[:0] if len(weight.shape) == 1 else (len(codes),)
-            packed = PackedWeight.plain(codes.reshape(*rows, -1))
+            is_vector = len(weight.shape) == 1
+            packed = PackedWeight.plain(codes.reshape(-1 if is_vector else (len(codes), -1)))
         turned = len(packed.shape) > 1 and is_turned(
             self._checkpoint, self._checkpoint.stored(name), weight
         )

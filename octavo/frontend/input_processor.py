@@ -165,7 +165,8 @@ class InputProcessor:
         """Validates a request and tokenizes its prompt."""
         if self.encoder is None:
             read = self._read_text(prompt)
-            _check_embeds(read, params)
+            if read.media is not None:
+                _check_embeds(read.media, params)
         else:
             read = self._read_input(self.encoder, prompt)
         return self.process_inputs(request_id, read, params, origin, adapter=adapter)
@@ -367,10 +368,10 @@ class InputProcessor:
         return int.from_bytes(digest, "little", signed=True)
 
 
-def _check_embeds(read: TokenizedInput, params: SamplingParams) -> None:
+def _check_embeds(prompt: PromptWithMedia, params: SamplingParams) -> None:
     """Raises InvalidRequest for logprobs of a prompt of embeddings, which has no tokens."""
-    pixels = [] if read.media is None else read.media.pixels
-    if params.prompt_logprobs is not None and any(each.kind == "embeds" for each in pixels):
+    has_embeds = any(each.kind == "embeds" for each in prompt.pixels)
+    if has_embeds and params.prompt_logprobs is not None:
         raise InvalidRequest(
             f"prompt_logprobs: got {params.prompt_logprobs} with prompt_embeds, which have"
             " no token ids",

@@ -224,7 +224,7 @@ def _build_frontend(
         else PriorityFunction(options.priority_function),
         grammars=grammars,
         images=make_media_reader(model.config, model.checkpoint, tokenizer),
-        embeds=make_embeds_reader(model.config, model.program(), prompts),
+        embeds=make_embeds_reader(model.config, model.program, prompts),
         encoder=encoder_inputs(model),
         banned_token_ids=banned_token_ids(model),
     )

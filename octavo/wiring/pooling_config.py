@@ -13,6 +13,8 @@ from octavo.api.errors import ConfigError
 from octavo.checkpoint.ports import Checkpoint, ModelHeader
 from octavo.config.model_options import ModelOptions
 from octavo.models.hf_config import HfConfig
+from octavo.models.pooling import is_classifier, is_token_classifier
+from octavo.models.registry import FAMILIES
 from octavo.wiring.tokenizer_files import find_tokenizer
 
 POOLING: Mapping[str, Mapping[str, Any]] = {
@@ -38,9 +40,11 @@ def _convert(task: str, options: ModelOptions, header: ModelHeader) -> None:
             f"convert: got {task!r} with classifier_from_token, expected one of them",
             hint="remove convert",
         )
-    if "pooling" in header.config or HfConfig(header.config).architecture.endswith(
-        ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM")
-    ):
+    family = FAMILIES.get(str(header.config.get("model_type")))
+    is_encoder = family is not None and family.kind == "encoder"
+    hf = HfConfig(header.config)
+    pools = isinstance(header.config.get("pooling"), dict)
+    if is_encoder or pools or is_classifier(hf) or is_token_classifier(hf):
         raise ConfigError(
             f"convert: got {task!r}, but the model does not generate text; expected a decoder",
             hint="remove convert",

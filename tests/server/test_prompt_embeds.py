@@ -62,13 +62,14 @@ def test_embeddings_are_completed_as_their_tokens_before_other_prompts(accepting
     ("fields", "param"),
     [
         ({}, "prompt"),
+        ({"prompt_embeds": []}, "prompt"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ({"prompt_embeds": 7}, "prompt_embeds"),
         ({"prompt_embeds": encoded(torch.zeros(2, 3))}, "prompt_embeds"),
         ({"prompt_embeds": encoded(torch.zeros(2, 3)), "echo": True}, "prompt_embeds"),
         ({"prompt_embeds": encoded(torch.zeros(2, 3)), "prompt_logprobs": 1}, "prompt_embeds"),
     ],
-    ids=["nothing", "no file", "a number", "width", "echo", "prompt_logprobs"],
+    ids=["nothing", "no item", "no file", "a number", "width", "echo", "prompt_logprobs"],
 )
 def test_wrong_embeddings_are_a_400(accepting, fields, param):
     with accepting.http() as http:

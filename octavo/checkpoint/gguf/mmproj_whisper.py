@@ -13,33 +13,27 @@ from octavo.checkpoint.gguf.mmproj_projector import Projector, TowerFile
 VECTOR = Restored(lambda shape: shape[:1], lambda rows: rows.reshape(-1))
 
 
-def _sizes(tower: TowerFile) -> list[int]:
-    """Returns width, layers, heads and MLP width of the encoder."""
-    names = ("embedding_length", "block_count", "attention.head_count", "feed_forward_length")
-    return [tower.header.count(f"audio.{name}") for name in names]
-
-
-def _inputs(tower: TowerFile) -> Config:
-    return {
-        "num_mel_bins": tower.header.count("audio.num_mel_bins"),
-        "max_source_positions": tower.header.num_rows("a.position_embd.weight"),
+def _encoder(tower: TowerFile, names: tuple[str, str, str, str]) -> Config:
+    """Returns audio_config; `names` are its keys of width, layers, heads and MLP width."""
+    header = tower.header
+    stored = ("embedding_length", "block_count", "attention.head_count", "feed_forward_length")
+    sizes = {name: header.count(f"audio.{own}") for name, own in zip(names, stored, strict=True)}
+    return sizes | {
+        "num_mel_bins": header.count("audio.num_mel_bins"),
+        "max_source_positions": header.num_rows("a.position_embd.weight"),
     }
 
 
 def _qwen2_audio_config(tower: TowerFile) -> Config:
     names = ("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim")
-    return {
-        "audio_token_index": tower.find_token("<|AUDIO|>", 151_646),
-        "audio_config": dict(zip(names, _sizes(tower), strict=True)) | _inputs(tower),
-    }
+    token_id = tower.find_token("<|AUDIO|>", 151_646)
+    return {"audio_token_index": token_id, "audio_config": _encoder(tower, names)}
 
 
 def _voxtral_config(tower: TowerFile) -> Config:
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    return {
-        "audio_token_id": tower.find_token("[AUDIO]", 24),
-        "audio_config": dict(zip(names, _sizes(tower), strict=True)) | _inputs(tower),
-    }
+    token_id = tower.find_token("[AUDIO]", 24)
+    return {"audio_token_id": token_id, "audio_config": _encoder(tower, names)}
 
 
 QWEN2_AUDIO = Projector(

@@ -12,8 +12,8 @@ from octavo.program.program import Op, Program
 def find_embedding(program: Program) -> Embedding:
     """Returns the lookup of the token embeddings.
 
-    Raises UnsupportedModel for Programs that cannot continue given rows: those with several lookups
-    per token (Gemma 3n), an encoder, or inputs of images or audio.
+    Raises UnsupportedModel for Programs that cannot continue given rows: those with an encoder,
+    several lookups per token (Gemma 3n) or several position axes (Qwen2-VL), and those that pool.
     """
     lookups = [op for op in program.ops if isinstance(op, Embedding) and op.ids is not None]
     if (
@@ -23,8 +23,8 @@ def find_embedding(program: Program) -> Embedding:
         or num_position_axes(program) > 1
     ):
         raise UnsupportedModel(
-            f"enable_prompt_embeds: got {program.name}, expected a decoder of text with one"
-            " embedding per token",
+            "enable_prompt_embeds: not supported by this model, expected a decoder with one"
+            " embedding per token and one position axis",
             hint="remove enable_prompt_embeds",
         )
     return lookups[0]

@@ -181,14 +181,14 @@ def _check(body: CompletionBody) -> None:
 
 
 async def _prompts(body: CompletionBody, llm: AsyncLLM) -> list[EnginePrompt]:
-    if body.prompt is None and body.prompt_embeds is None:
+    embeds = body.prompt_embeds or []
+    embeds = [embeds] if isinstance(embeds, str) else embeds
+    if body.prompt is None and not embeds:
         raise InvalidRequest("prompt: field required", param="prompt")
-    embeds = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
     prompts: list[EnginePrompt] = [
-        await llm.tokenize({"prompt_embeds": one, "cache_salt": body.cache_salt})
-        for one in embeds or ()
+        await llm.tokenize({"prompt_embeds": one, "cache_salt": body.cache_salt}) for one in embeds
     ]
-    if body.prompt is None or (embeds and body.prompt in ("", [])):
+    if body.prompt is None or (embeds and not body.prompt):
         return prompts
     return prompts + [await _prompt(body, prompt, llm) for prompt in as_prompts(body.prompt)]
 

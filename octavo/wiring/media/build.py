@@ -22,6 +22,7 @@ from octavo.media.prompt_embeds import PromptEmbedsReader
 from octavo.media.prompt_media import PromptMediaReader
 from octavo.media.sound import PromptAudioReader
 from octavo.models.audio import AUDIO_TOWER, AudioLayout
+from octavo.models.hf_config import HfConfig
 from octavo.models.registry import audio_layout, build_programs, image_layout
 from octavo.models.vision import NEWLINE, TOWER
 from octavo.program.passes.input_rows import find_embedding
@@ -79,12 +80,12 @@ def make_media_reader(
 
 
 def make_embeds_reader(
-    config: EngineConfig, program: Program, limits: PromptLimits
+    config: EngineConfig, build_program: Callable[[], Program], limits: PromptLimits
 ) -> PromptEmbedsReader | None:
     """Builds the reader of prompt embeddings; None if the engine does not accept any."""
     if not config.model.enable_prompt_embeds:
         return None
-    return PromptEmbedsReader(find_embedding(program).out.width, limits.max_model_len)
+    return PromptEmbedsReader(find_embedding(build_program()).out.width, limits.max_model_len)
 
 
 def _audio_reader(
@@ -130,7 +131,9 @@ def load_towers(
     if "audio" in parts and heard is not None:
         towers["audio"] = AudioTower(heard, parts["audio"])
     if config.model.enable_prompt_embeds:
-        towers["embeds"] = EmbedsTower(checkpoint.config.get("embedding_multiplier", 1.0))
+        towers["embeds"] = EmbedsTower(
+            HfConfig(checkpoint.config).number("embedding_multiplier", 1.0)
+        )
     return Towers(towers) if towers else None
 
 
